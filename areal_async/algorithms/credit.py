@@ -31,7 +31,7 @@ from areal_async.algorithms.advantages import (
 from areal_async.protocol.types import ReplyReward, Slot
 
 _Replies = list[tuple[int, ReplyReward]]
-"""Of one role in one group: place of the sibling, and the reply, in their order."""
+"""Replies of one role in one group, in their order: place of the sibling, and the reply."""
 
 
 def sibling_of(slot: Slot) -> Sibling:

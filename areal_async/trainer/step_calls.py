@@ -29,9 +29,9 @@ class StepReport:
 
     stats: StepStats
     others: dict[str, float]
-    """Of the models beside the policy; none where there are none."""
+    """Numbers of the models beside the policy, for the step's line; none where there are none."""
     rows: list[TrainRow]
-    """Of this rank, with the advantages that the policy was trained with."""
+    """Rows of this rank, with the advantages that the policy was trained with."""
 
 
 class StepCalls:

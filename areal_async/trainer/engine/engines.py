@@ -29,7 +29,7 @@ class Engines:
     reference: FsdpEngine | ReferenceEngine | None = None
     """The actor itself where its adapters leave the reference as it is: it takes no memory, but the policy's time."""
     resharders: Mapping[str, Resharder] = field(default_factory=dict)
-    """By role: the way of the actor's rows to those models that other ranks hold rows for."""
+    """Role -> the way of the actor's rows to those models that other ranks hold rows for."""
 
     @classmethod
     def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
@@ -124,7 +124,7 @@ class EngineThreads:
     """
 
     engine: EngineThread
-    """Of the policy, and of everything that is not in a step."""
+    """Thread of the policy, and of everything that is not in a step."""
     is_single: bool
     of_actor: frozenset[str] = frozenset({"actor"})
     """Roles whose calls the policy's own engine answers, in its thread."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 KINDS = ("embeddings", "attention", "mlp", "norms", "head", "other")
 THIRDS = ("layers_first", "layers_middle", "layers_last")
-"""Of the decoder's layers; with fewer than three some have none."""
+"""Thirds of the decoder's layers; with fewer than three some have none."""
 GROUPS = (*KINDS, *THIRDS)
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")

@@ -83,7 +83,7 @@ class StepStats:
     """Updates left out because the gradient or the loss was not finite; not among ``num_updates``, and their tokens
     are in no mean."""
     num_skipped_loss: int
-    """Of them those whose loss was not."""
+    """Updates left out because the loss was not finite; they are among ``num_skipped``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -207,7 +207,7 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._state = self._look()
-        """Of the file, as this trainer left it."""
+        """State of the file, as this trainer left it."""
 
     def append(self, line: Metrics) -> None:
         """Add the line of one step; what a trainer that was replaced has added meanwhile goes.

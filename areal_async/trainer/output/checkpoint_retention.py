@@ -14,9 +14,9 @@ from areal_async.process.json_lines import json_lines
 from areal_async.protocol.types import Version, mean
 
 INTERVAL = "checkpoint_every_steps"
-"""In a line of ``metrics.jsonl``: how often a checkpoint was made when that step was cut."""
+"""Field in a line of ``metrics.jsonl``: how often a checkpoint was made when that step was cut."""
 BEST = "best"
-"""In ``checkpoints/``: a link to the best one."""
+"""Link in ``checkpoints/`` to the best one."""
 NUM_AWAITED = 2
 """Checkpoints beyond the newest ones that wait for an evaluation to say how good they are."""
 

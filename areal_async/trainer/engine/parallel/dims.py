@@ -22,7 +22,7 @@ from areal_async.trainer.engine.parallel.ranks import Ranks
 PP, DP_REPLICATE, DP_SHARD, TP = "pp", "dp_replicate", "dp_shard", "tp"
 """Stages of a pipeline, replicas of its weights, FSDP2's shards of one replica, and parts of each matrix."""
 DIMENSIONS = (PP, DP_REPLICATE, DP_SHARD, TP)
-"""Of the mesh, outermost first."""
+"""Dimensions of the mesh, outermost first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

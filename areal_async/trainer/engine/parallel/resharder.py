@@ -22,7 +22,7 @@ from areal_async.trainer.packing.rows import TrainRow
 RowInference = Callable[[Sequence[TrainRow]], list[Tensor]]
 """A call of a model's engine: a number for every token of each row [L]."""
 DTYPES = ("|b1", "<i2", "<i4", "<i8", "<f4")
-"""Of the arrays that travel, by the code of their bytes."""
+"""Types of the arrays that travel; the place of each is the code of its bytes."""
 
 
 class _Parcel(msgspec.Struct, array_like=True):

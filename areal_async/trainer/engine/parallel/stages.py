@@ -70,7 +70,7 @@ class Stage(nn.Module):
         self._rows: deque[PackedRow] = deque()
         self._width = 0
         self.answers: list[Any] = []
-        """Of the last stage: what the model said of each row so far, detached."""
+        """What the model said of each row so far, detached; empty but on the last stage."""
 
     def begin(self, rows: Sequence[PackedRow], *, width: int) -> None:
         """Say which rows the next calls are of. ``width``: W, of the states between stages."""
@@ -132,7 +132,7 @@ class StagedModel(nn.Module):
         self._dims = dims
         whole = dict(decoder.named_parameters())
         self.shapes: dict[str, torch.Size] = {name: parameter.shape for name, parameter in whole.items()}
-        """Of the whole decoder's parameters; tied ones come once."""
+        """Shapes of the whole decoder's parameters; tied ones come once."""
         name_of = {id(parameter): name for name, parameter in whole.items()}
         parts = divide(decoder, self.num_stages)
         held = [{name_of[id(one)] for part in own for one in part.parameters()} for own in parts]

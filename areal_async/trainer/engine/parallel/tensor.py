@@ -123,7 +123,7 @@ class _MatrixParts:
         self._mesh = mesh
         self._group = mesh.get_group()
         self._divided: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        """Of each parameter: itself, which keeps its id from being given to another, and its part."""
+        """Id of a parameter -> itself, which keeps the id from being given to another, and its part."""
 
     def enter(self, _block: nn.Module, arguments: Any, named: Any) -> tuple[Any, Any]:
         """Let the gradients of all parts flow back into the stream, once for all matrices that it goes into."""
