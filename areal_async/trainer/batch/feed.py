@@ -128,8 +128,8 @@ class BatchFeed:
             self._change(changes)
 
     def _change(self, changes: Changes) -> None:
-        now = self.now = settings_now(self._settings, changes)
-        self.planner.change(max_staleness=now.rollout.max_staleness, lr=now.trainer.lr, numbers=step_numbers(now))
+        self.now = settings_now(self._settings, changes)
+        self.planner.rules = _cut_rules(self.now)
         self.notify()
 
     async def run_tickets(self) -> None:
@@ -276,6 +276,7 @@ def _cut_rules(settings: Settings) -> CutRules:
         min_group_size=rollout.min_group_size,
         max_staleness=rollout.max_staleness,
         lr=settings.trainer.lr,
+        numbers=step_numbers(settings),
         when_stale=rollout.when_stale,
         group_deadline_s=rollout.group_deadline_s,
         max_attempts=rollout.max_attempts,

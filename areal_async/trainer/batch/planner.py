@@ -13,7 +13,7 @@ what is late of a group, however long ago it ended.
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic
 
@@ -97,6 +97,7 @@ class BatchPlanner(Generic[D]):
     def __init__(self, rules: CutRules, journal: Journal, *, lineage: int) -> None:
         """Begin from a journal: groups that it has cut, given up or ended are not cut again."""
         self.rules = rules
+        """Rules of the next cut, which may change in a run. Groups too old for a lower bound are tried again."""
         self.lineage = lineage
         self.step = 1
         """The next step to be cut."""
@@ -132,10 +133,6 @@ class BatchPlanner(Generic[D]):
     def allow(self, step: int) -> None:
         """Let it cut up to ``step``."""
         self._allowed_step = max(self._allowed_step, step)
-
-    def change(self, *, max_staleness: int, lr: float, numbers: Mapping[str, float | None]) -> None:
-        """Cut by these from now on. Groups that are too old for a lower bound are tried again."""
-        self.rules = replace(self.rules, max_staleness=max_staleness, lr=lr, numbers=numbers)
 
     def add_ticket(self, ticket: Ticket) -> bool:
         """Note an admission; say whether it was news."""

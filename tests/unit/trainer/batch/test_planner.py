@@ -1,5 +1,6 @@
 """What is done next about the journal: nothing is thrown away for an accident, and nothing is waited for in vain."""
 
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -250,7 +251,7 @@ def test_a_lower_bound_and_another_rate_stand_in_the_next_cut_and_no_group_beyon
         bench.add(_message(index, 0, 1, oldest=version))
     assert isinstance(bench.decide(), Write), "it was fresh enough before"
 
-    bench.planner.change(max_staleness=0, lr=1e-6, numbers={"algorithm.kl_coef": 0.1})
+    bench.planner.rules = replace(bench.planner.rules, max_staleness=0, lr=1e-6, numbers={"algorithm.kl_coef": 0.1})
     tried_again = bench.decide()
     assert tried_again == Settle(["0-1-0"], OutcomeKind.ABANDONED, "older than max_staleness")
     bench.planner.release(["0-1-0"])
