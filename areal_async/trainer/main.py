@@ -24,7 +24,7 @@ from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.reader import JournalReader
 from areal_async.trainer.engine.checkpoint import CheckpointWriter
 from areal_async.trainer.engine.engines import Engines, EngineThreads
-from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
 from areal_async.trainer.health import Health
 from areal_async.trainer.loop import Trainer
@@ -56,11 +56,10 @@ class _Begin(msgspec.Struct):
 def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     """Train as one rank until the run's last step, a stop, or an error."""
     deadline_s = RANK_DEADLINE_S + 2 * settings.inference.transfer_deadline_s
-    ranks = join_ranks(deadline_s=deadline_s, num_threads=settings.trainer.num_threads)
-    logging.configure(f"trainer-{ranks.rank}", run_directory / "logs")
-    stacks.install(stacks.path_for(run_directory, f"trainer-{ranks.rank}"))
-    structlog.contextvars.bind_contextvars(rank=ranks.rank)
-    try:
+    with joined_ranks(deadline_s=deadline_s, num_threads=settings.trainer.num_threads) as ranks:
+        logging.configure(f"trainer-{ranks.rank}", run_directory / "logs")
+        stacks.install(stacks.path_for(run_directory, f"trainer-{ranks.rank}"))
+        structlog.contextvars.bind_contextvars(rank=ranks.rank)
         engines = Engines.for_run(settings, ranks)
         writer = CheckpointWriter(ranks)
         interned_names.settle_table()
@@ -69,8 +68,6 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
         )
         with recording(settings, run_directory, role="trainer", instance=str(ranks.rank)):
             anyio.run(main, backend_options={"use_uvloop": True})
-    finally:
-        ranks.close()
 
 
 async def _run_rank(

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -130,6 +129,4 @@ def _row(token_ids: Sequence[int], index: int) -> TrainRow:
 
 def _joined(left: TrainRow, right: TrainRow) -> TrainRow:
     """Return a row as long as both, for the arithmetic of packing alone."""
-    names = ("token_ids", "loss_mask", "behave_logprobs", "current_mask")
-    both: dict[str, Any] = {name: np.concatenate([getattr(left, name), getattr(right, name)]) for name in names}
-    return TrainRow(**both, advantage=0.0, index=left.index)
+    return unsampled_row([*left.token_ids, *right.token_ids], [*left.loss_mask, *right.loss_mask], index=left.index)
