@@ -61,7 +61,8 @@ class ServerHandle:
     """Weights versions that it was given."""
     swap_total_s: float = 0.0
     """Time for which swaps have paused it, summed."""
-
+    past_groups: set[str] = field(default_factory=set)
+    """Update groups that its processes have joined."""
     is_held: bool = False
     """It changes its weights in place; what was sent to it now would run on what is left of the old ones."""
 

@@ -16,7 +16,6 @@ from areal_async.errors import PipelineError, UserError
 from areal_async.inference.commands import ServerCommand
 from areal_async.inference.concurrency import ConcurrencyLimit
 from areal_async.inference.faults import ServerFault
-from areal_async.inference.frozen_updater import FrozenUpdater
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import STARTING, ServerHandle
 from areal_async.inference.servers import HEALTH_DEADLINE_S, ServerProcess
@@ -55,9 +54,7 @@ class ServerSupervisor:
         self._log_path = log_path
         self._process = ServerProcess(command, log_path=log_path)
         self._has_started = False
-        self._past_groups: set[str] = set()
         self.api = ServerApi(administration, "")
-        self._updater = self._new_updater()
         self._limit = ConcurrencyLimit(around.settings.max_running_requests)
         server.limit, server.admin_key = self._limit.value, command.admin_key
 
@@ -93,11 +90,6 @@ class ServerSupervisor:
         """End the server's process, if there is one."""
         await self._process.stop()
 
-    def _new_updater(self) -> Updater | FrozenUpdater:
-        if self._around.is_frozen:
-            return FrozenUpdater(self._server, self.api, self._around)
-        return Updater(self._server, self.api, self._around, past_groups=self._past_groups)
-
     async def _run_process(self) -> str:
         """Start the server and keep it going until it has to be restarted; return why."""
         self._server.incarnation = uuid4().hex
@@ -112,7 +104,7 @@ class ServerSupervisor:
             return str(exc)
         self._has_started = True
         self._server.context_tokens = await self._ask_context()
-        self._updater = self._new_updater()
+        self._updater = Updater(self._server, self.api, self._around)
         return await self._cause(await self._serve())
 
     async def _cause(self, noticed: str) -> str:

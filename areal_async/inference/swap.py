@@ -28,7 +28,7 @@ ORDER_DEADLINE_S = 60.0
 ABANDON_DEADLINE_S = 20.0
 """Time for a server that waits in a broadcast to notice that the trainer has closed the group."""
 
-Step = Callable[[], Awaitable[None]]
+Check = Callable[[ServerApi, WeightsVersion], Awaitable[None]]
 
 
 class SwapTimes(NamedTuple):
@@ -81,8 +81,25 @@ def check_files(target: WeightsVersion) -> None:
             raise StagingFault(f"weights {target.version}: {path} has hash {found}, need {expected}")
 
 
-async def swap(api: ServerApi, target: WeightsVersion, *, mode: str, deadline_s: float) -> SwapTimes:
+async def check_version(api: ServerApi, target: WeightsVersion) -> None:
+    """Believe only what the server says itself.
+
+    Raises:
+        ServerFault: it names another version.
+    """
+    version = await api.weight_version(deadline_s=ORDER_DEADLINE_S)
+    if version != target.version:
+        raise ServerFault(f"after the update: got version {version!r}, need {target.version}")
+
+
+async def swap(
+    api: ServerApi, target: WeightsVersion, *, mode: str, deadline_s: float, check: Check = check_version
+) -> SwapTimes:
     """Load ``target``, whose files are checked, into one server.
+
+    Args:
+        check: raises ServerFault unless the server runs ``target`` then; a server whose weights nobody can be sure of
+            (it has just started, an update broke) needs more than its word.
 
     Raises:
         ServerFault: it did not pause, load, name the new version or continue; unless it could not even continue, it
@@ -90,9 +107,14 @@ async def swap(api: ServerApi, target: WeightsVersion, *, mode: str, deadline_s:
     """
 
     async def load() -> None:
-        await _load(api, target, mode=mode, deadline_s=deadline_s)
+        await api.load_weights(
+            path=_absolute(target.path),
+            version=target.version,
+            flush_cache=_may_flush(mode),
+            deadline_s=deadline_s,
+        )
 
-    return await _update(api, load, lambda: check_version(api, target), mode=mode)
+    return await _update(api, target, load, check, mode=mode)
 
 
 async def swap_by_broadcast(api: ServerApi, target: WeightsVersion, *, mode: str, deadline_s: float) -> SwapTimes:
@@ -111,20 +133,7 @@ async def swap_by_broadcast(api: ServerApi, target: WeightsVersion, *, mode: str
             f"broadcast of {target.version}: not over within inference.transfer_deadline_s = {deadline_s:g} s"
         )
 
-    return await _update(api, receive, lambda: check_version(api, target), mode=mode)
-
-
-async def restore(api: ServerApi, target: WeightsVersion, *, verify: Step, mode: str, deadline_s: float) -> SwapTimes:
-    """Give a server whose weights nobody can be sure of (it has just started, an update broke) those of ``target``.
-
-    Raises:
-        ServerFault: as ``swap``, or what it runs then is not ``target``.
-    """
-
-    async def load() -> None:
-        await _load(api, target, mode=mode, deadline_s=deadline_s)
-
-    return await _update(api, load, verify, mode=mode)
+    return await _update(api, target, receive, check_version, mode=mode)
 
 
 async def abandon(api: ServerApi, group: str) -> None:
@@ -141,37 +150,19 @@ async def abandon(api: ServerApi, group: str) -> None:
             await order(deadline_s=ABANDON_DEADLINE_S)
 
 
-async def check_version(api: ServerApi, target: WeightsVersion) -> None:
-    """Believe only what the server says itself.
-
-    Raises:
-        ServerFault: it names another version.
-    """
-    version = await api.weight_version(deadline_s=ORDER_DEADLINE_S)
-    if version != target.version:
-        raise ServerFault(f"after the update: got version {version!r}, need {target.version}")
-
-
-async def _update(api: ServerApi, transfer: Step, check: Step, *, mode: str) -> SwapTimes:
+async def _update(
+    api: ServerApi, target: WeightsVersion, transfer: Callable[[], Awaitable[None]], check: Check, *, mode: str
+) -> SwapTimes:
     start = time.monotonic()
     await api.pause(mode, deadline_s=ORDER_DEADLINE_S)
     paused = time.monotonic()
     failpoint("node.paused")
     await transfer()
-    await check()
+    await check(api, target)
     updated = time.monotonic()
     failpoint("node.updated")
     await api.resume(deadline_s=ORDER_DEADLINE_S)
     return SwapTimes(pause_s=paused - start, transfer_s=updated - paused, resume_s=time.monotonic() - updated)
-
-
-async def _load(api: ServerApi, target: WeightsVersion, *, mode: str, deadline_s: float) -> None:
-    await api.load_weights(
-        path=_absolute(target.path),
-        version=target.version,
-        flush_cache=_may_flush(mode),
-        deadline_s=deadline_s,
-    )
 
 
 async def _receive(api: ServerApi, target: WeightsVersion, *, mode: str, deadline_s: float) -> None:

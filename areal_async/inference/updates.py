@@ -3,13 +3,13 @@
 Level-triggered: each turn looks at what is announced and what the server holds, and closes the gap, so a lost event, a
 restart and a late joiner are one case. Invariants: the node's state says that a server holds a version after it does,
 never before; a server whose update failed is fenced at once, and a fenced server returns only with a version from
-disk that was verified.
+disk that was verified. A server whose weights stay as they are is admitted when it says that it runs what it was
+started with.
 """
 
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from uuid import uuid4
 
 import anyio
@@ -17,11 +17,12 @@ import structlog
 
 from areal_async.config.settings import InferenceSettings
 from areal_async.errors import UserError
+from areal_async.inference.commands import NO_VERSION
 from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.servers import HEALTH_DEADLINE_S
-from areal_async.inference.swap import Staging, SwapTimes, abandon, restore, swap, swap_by_broadcast
+from areal_async.inference.swap import Staging, SwapTimes, abandon, check_version, swap, swap_by_broadcast
 from areal_async.inference.verify import Verifier
 from areal_async.protocol.types import ADAPTER, UpdateGroup, Version, WeightsVersion
 from areal_async.telemetry import spans, wait_graph
@@ -29,6 +30,8 @@ from areal_async.telemetry import spans, wait_graph
 STAGING_RETRY_S = 2.0
 REACH_DEADLINE_S = 5.0
 """Deadline for finding the trainer's store where a broadcast says it is."""
+
+AS_STARTED = WeightsVersion(version=NO_VERSION)
 
 log = structlog.get_logger()
 
@@ -77,23 +80,13 @@ class FleetContext:
         await self.publish(server)
 
 
-class _Times(NamedTuple):
-    """Where the time of one update went, in seconds."""
-
-    stage_s: float
-    join_s: float
-    swap: SwapTimes
-
-
 class Updater:
     """The updates of one server process, from its start to its end."""
 
-    def __init__(self, server: ServerHandle, api: ServerApi, around: FleetContext, *, past_groups: set[str]) -> None:
-        """Take in ``past_groups`` the groups that this server's earlier processes had joined; it is added to."""
+    def __init__(self, server: ServerHandle, api: ServerApi, around: FleetContext) -> None:
         self._server = server
         self._api = api
         self._around = around
-        self._past_groups = past_groups
         self._group = ""
         self._missed = ""
         self.is_updating = False
@@ -110,6 +103,8 @@ class Updater:
         Raises:
             UserError: an adapter is announced, and the servers take none.
         """
+        if self._around.is_frozen:
+            return await self._run_frozen()
         while True:
             order = self._next()
             if order is None:
@@ -133,6 +128,17 @@ class Updater:
                         await self._wait_for_files(order, str(exc))
             except ServerFault as exc:
                 return f"weights {order.version}: {exc}"
+
+    async def _run_frozen(self) -> str:
+        """Admit a server that says it runs what it was started with, and leave it alone; return why it does not."""
+        try:
+            await check_version(self._api, AS_STARTED)
+        except ServerFault as exc:
+            return f"frozen weights: {exc}"
+        self._around.pool.admit(self._server, url=self._api.url, version=AS_STARTED.version)
+        await self._around.publish(self._server)
+        while True:
+            await anyio.sleep_forever()
 
     async def _wait_for_files(self, order: WeightsVersion, cause: str) -> None:
         """Say that they cannot be loaded, for the trainer to write them anew where they are damaged; then look again.
@@ -163,7 +169,7 @@ class Updater:
         return (
             newest.group is not None
             and self._server.id in newest.group.ranks
-            and (newest.group.name == self._group or newest.group.name not in self._past_groups)
+            and (newest.group.name == self._group or newest.group.name not in self._server.past_groups)
             and newest.version != self._missed
         )
 
@@ -174,59 +180,58 @@ class Updater:
             StagingFault: its files cannot be had; nothing was changed.
             ServerFault: the server cannot be repaired in place.
         """
-        times: _Times | None
+        stage_s = await self._around.staging.check(order) if order.path else 0.0
+        join_s = 0.0
         if not self._server.version:
-            times = await self._restore(order)
+            swapped: SwapTimes | None = await self._restore(order)
         elif order.path:
-            stage_s = await self._around.staging.check(order)
             swapped = await self._attempt(order, swap, self._around.settings.start_deadline_s)
-            times = swapped and _Times(stage_s, 0.0, swapped)
         else:
-            times = await self._receive(order)
-        if times is None:
+            met_s = await self._join_in_time(order)
+            if met_s is None:
+                return
+            join_s = met_s
+            swapped = await self._attempt(order, swap_by_broadcast, self._around.settings.transfer_deadline_s)
+        if swapped is None:
             return
         self._around.pool.admit(self._server, url=self._api.url, version=order.version)
         self._server.num_swaps += 1
-        self._server.swap_total_s += sum(times.swap)
+        self._server.swap_total_s += sum(swapped)
         log.info(
-            "server.swapped", server_id=self._server.id, version=order.version,
-            kind=order.kind, stage_s=round(times.stage_s, 4),
-            join_s=round(times.join_s, 4), pause_s=round(times.swap.pause_s, 4),
-            transfer_s=round(times.swap.transfer_s, 4), resume_s=round(times.swap.resume_s, 4),
+            "server.swapped", server_id=self._server.id, version=order.version, kind=order.kind,
+            stage_s=round(stage_s, 4), join_s=round(join_s, 4), pause_s=round(swapped.pause_s, 4),
+            transfer_s=round(swapped.transfer_s, 4), resume_s=round(swapped.resume_s, 4),
         )  # fmt: skip
         await self._around.publish(self._server)
 
-    async def _restore(self, order: WeightsVersion) -> _Times:
+    async def _restore(self, order: WeightsVersion) -> SwapTimes:
         settings = self._around.settings
-        stage_s = await self._around.staging.check(order)
         self.is_updating = True
         try:
-            times = await restore(
+            times = await swap(
                 self._api,
                 order,
-                verify=lambda: self._around.verifier.check(self._api, order),
                 mode=settings.interrupt,
                 deadline_s=settings.start_deadline_s,
+                check=self._around.verifier.check,
             )
         except ServerFault:
             self._around.staging.forget()
             raise
         self.is_updating = False
-        return _Times(stage_s, 0.0, times)
+        return times
 
-    async def _receive(self, order: WeightsVersion) -> _Times | None:
-        """Take part in a broadcast; None when it was missed, or broke and the server is fenced."""
+    async def _join_in_time(self, order: WeightsVersion) -> float | None:
+        """Meet the group of a broadcast; None when it was missed, which a server that is well survives."""
         assert order.group is not None
         try:
-            join_s = await self._join(order.group)
+            return await self._join(order.group)
         except ServerFault as exc:
             self._missed = order.version
             log.warning("broadcast.missed", server_id=self._server.id, version=order.version, cause=str(exc))
             if not await self._api.is_healthy(deadline_s=HEALTH_DEADLINE_S):
                 raise
             return None
-        times = await self._attempt(order, swap_by_broadcast, self._around.settings.transfer_deadline_s)
-        return times and _Times(0.0, join_s, times)
 
     async def _join(self, group: UpdateGroup) -> float:
         """Be a member of ``group`` and of no other; return the seconds it took to meet the others.
@@ -243,7 +248,7 @@ class Updater:
                 await (await anyio.connect_tcp(group.address, group.port)).aclose()
         except (OSError, TimeoutError) as exc:
             raise ServerFault(f"group {group.name}: nobody at {group.address}:{group.port}: {exc}") from exc
-        self._past_groups.add(group.name)
+        self._server.past_groups.add(group.name)
         self._group = group.name
         await self._api.join_group(
             group, rank=group.ranks[self._server.id], deadline_s=self._around.settings.transfer_deadline_s

@@ -231,7 +231,7 @@ async def test_a_node_whose_servers_take_no_adapters_ends_and_says_what_to_set()
     )
     around.target.announce(WeightsVersion(version="1-0", path="/w", kind=ADAPTER))
     async with make_client(max_connections=1) as http:
-        updater = Updater(pool.servers["s0"], ServerApi(http, "http://127.0.0.1:1"), around, past_groups=set())
+        updater = Updater(pool.servers["s0"], ServerApi(http, "http://127.0.0.1:1"), around)
 
         with pytest.raises(UserError, match=r"got an adapter, .* set trainer.lora.transfer to merged"):
             await updater.run()

@@ -68,7 +68,8 @@ async def scene_of(fake: FakeSglang, *, past_groups: frozenset[str] = frozenset(
     )
     async with fake, make_client(max_connections=4) as http, anyio.create_task_group() as tasks:
         api = ServerApi(http, fake.url)
-        updater = Updater(around.pool.servers["s0"], api, around, past_groups=set(past_groups))
+        around.pool.servers["s0"].past_groups |= past_groups
+        updater = Updater(around.pool.servers["s0"], api, around)
         scene = Scene(fake, around, updater)
         scenes.append(scene)
 
