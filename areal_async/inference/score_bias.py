@@ -6,9 +6,12 @@ makes the two one model.
 """
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from areal_async.errors import UserError
 
@@ -46,17 +49,12 @@ def write_with_bias(model: Path, directory: Path) -> None:
         if path.name != INDEX:
             (directory / path.name).symlink_to(path.resolve())
     config = _read_json(model / "config.json")
-    (directory / BIAS_FILE).write_bytes(_zeros(BIAS, len(config.get("id2label") or DEFAULT_LABELS)))
+    num_labels = len(config.get("id2label") or DEFAULT_LABELS)
+    save_file({BIAS: np.zeros(num_labels, np.float32)}, directory / BIAS_FILE)
     if (model / INDEX).is_file():
         index = _read_json(model / INDEX)
         index["weight_map"] = {**index["weight_map"], BIAS: BIAS_FILE}
         (directory / INDEX).write_text(json.dumps(index))
-
-
-def _zeros(name: str, count: int) -> bytes:
-    """Return a safetensors file of one vector of zeros: length of the header, header, data."""
-    header = json.dumps({name: {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}}).encode()
-    return struct.pack("<Q", len(header)) + header + bytes(4 * count)
 
 
 def _tensor_names(model: Path) -> set[str]:
@@ -65,10 +63,9 @@ def _tensor_names(model: Path) -> set[str]:
     names: set[str] = set()
     for path in model.glob("*.safetensors"):
         try:
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                names |= set(json.loads(file.read(length)))
-        except (struct.error, ValueError, MemoryError) as exc:
+            with safe_open(path, framework="np") as file:
+                names |= set(file.keys())
+        except (OSError, SafetensorError) as exc:
             raise UserError(f"model: cannot read {path}: {exc}; write it anew") from exc
     return names
 

@@ -5,7 +5,6 @@ never leaves, as in ``client``.
 """
 
 import math
-from contextlib import AsyncExitStack
 from typing import Any, Self
 
 import anyio
@@ -37,15 +36,14 @@ class ScoringClient:
         self._settings = settings
         self._vocab_size = vocab_size
         self._http = make_client(max_connections=max_requests)
-        self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        await self._resources.enter_async_context(self._http)
+        await self._http.__aenter__()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         with anyio.CancelScope(shield=True):
-            await self._resources.aclose()
+            await self._http.aclose()
 
     async def score(self, prompt_ids: list[int]) -> float:
         """Return the model's score of the whole prompt: its head's output at the last token.

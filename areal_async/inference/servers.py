@@ -6,8 +6,8 @@ Invariant: it never outlives this process, and a start that fails says why in th
 import os
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 import anyio
 import anyio.abc
@@ -125,7 +125,8 @@ class ServerProcess:
     async def _spawn(self) -> None:
         await self.stop()
         self.port = free_port(setting="inference server")
-        with self._open_log() as log_file:
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log_file:
             self._log_start = log_file.tell()
             self._process = await anyio.open_process(
                 guarded(self._command.on_port(self.port)),
@@ -136,10 +137,6 @@ class ServerProcess:
                 env={**os.environ, **self._command.whole_environment},
             )
 
-    def _open_log(self) -> IO[bytes]:
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        return open(self._log_path, "ab")
-
     async def _becomes_healthy(self, api: ServerApi) -> bool:
         """Wait until it is healthy (True) or has ended (False)."""
         while self._returncode is None:
@@ -149,7 +146,5 @@ class ServerProcess:
         return False
 
     def _signal(self, number: signal.Signals) -> None:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._pid, number)
-        except ProcessLookupError:
-            pass
