@@ -14,5 +14,6 @@ Run: ``python -m areal_async.inference.embedded --model-path PATH --port N`` (``
 
 The road of a request::
 
-    server.py (asyncio: HTTP, text) -> worker.py (the model thread) -> scheduler.py (who runs) -> runner.py (forward)
+    http/ and service.py (asyncio: HTTP, text) -> worker.py (the model thread)
+        -> scheduler.py (who runs) -> runner.py (forward)
 """

@@ -6,6 +6,7 @@ Invariant: every member's cache holds all its tokens but the last; decoding feed
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -30,12 +31,15 @@ class DecodeBatch:
         self._indexes = np.array([len(sequence.output_ids) for sequence in sequences], dtype=np.uint64)
         self._seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
         self._is_all_greedy = all(p.is_greedy for p in params)
-        self._greedy_N = self._column([p.is_greedy for p in params], skip=not any(p.is_greedy for p in params))
-        self._temperatures_N = self._column([p.divisor for p in params], skip=all(p.divisor == 1.0 for p in params))
         is_unfiltered = not any(p.has_filter for p in params)
-        self._top_k_N = self._column([p.top_k if p.top_k > 0 else 2**31 for p in params], skip=is_unfiltered)
-        self._top_p_N = self._column([p.top_p for p in params], skip=is_unfiltered)
-        self._min_p_N = self._column([p.min_p for p in params], skip=is_unfiltered)
+        self._rows = SamplingRows(
+            uniforms_N=None,
+            temperatures_N=self._column([p.divisor for p in params], skip=all(p.divisor == 1.0 for p in params)),
+            is_greedy_N=self._column([p.is_greedy for p in params], skip=not any(p.is_greedy for p in params)),
+            top_k_N=self._column([p.top_k if p.top_k > 0 else 2**31 for p in params], skip=is_unfiltered),
+            top_p_N=self._column([p.top_p for p in params], skip=is_unfiltered),
+            min_p_N=self._column([p.min_p for p in params], skip=is_unfiltered),
+        )
         self._num_top_logprobs = max(sequence.num_top_logprobs for sequence in sequences)
         is_steered = any(p.is_steered for p in params)
         self._steering = LogitSteering(sequences, vocab_size, device) if is_steered else None
@@ -48,21 +52,11 @@ class DecodeBatch:
         logits_NV = logits_NV.float()
         if self._steering is not None:
             self._steering.apply(logits_NV, self._indexes)
-        return sample(logits_NV, self._sampling_rows(), num_top=self._num_top_logprobs)
-
-    def _sampling_rows(self) -> SamplingRows:
-        """Return the parameters of the next token of every sequence."""
-        uniforms_N = None
+        rows = self._rows
         if not self._is_all_greedy:
             uniforms_N = torch.from_numpy(uniforms(self._seeds, self._indexes)).to(self._device)
-        return SamplingRows(
-            uniforms_N=uniforms_N,
-            temperatures_N=self._temperatures_N,
-            is_greedy_N=self._greedy_N,
-            top_k_N=self._top_k_N,
-            top_p_N=self._top_p_N,
-            min_p_N=self._min_p_N,
-        )
+            rows = replace(rows, uniforms_N=uniforms_N)
+        return sample(logits_NV, rows, num_top=self._num_top_logprobs)
 
     def advance(self, ids_N: torch.Tensor) -> None:
         """Make the tokens just sampled the next inputs."""

@@ -237,6 +237,17 @@ def _refuse_unsupported(fields: Any, neutral: dict[str, tuple[Any, ...]]) -> Non
             raise RequestError(f"{name}: got {value!r}, which the embedded engine does not support; leave it out")
 
 
+def check_ids(prompt_ids: list[int], vocab_size: int) -> None:
+    """Refuse a prompt of another vocabulary.
+
+    Raises:
+        RequestError: it has a token id that there is not.
+    """
+    bad_ids = [i for i in prompt_ids if not 0 <= i < vocab_size]
+    if bad_ids:
+        raise RequestError(f"input_ids: got {bad_ids[0]}, need token ids in [0, {vocab_size - 1}]")
+
+
 def check_length(num_prompt_tokens: int, params: SamplingParams, *, context_length: int) -> int:
     """Return how many tokens the request may generate.
 

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 
 from areal_async.inference.embedded.engine.errors import RequestError
+from areal_async.inference.embedded.engine.protocol import check_ids
 from areal_async.inference.embedded.engine.runner import MAX_SCORED_TOKENS, ScoringRunner
 from areal_async.inference.embedded.engine.worker import ModelThread
 
@@ -47,16 +48,14 @@ class ScoreLine:
         Raises:
             RequestError: it is empty, too long or not of this vocabulary.
         """
-        most, vocab_size = self._runner.context_length - 1, self._runner.vocab_size
+        most = self._runner.context_length - 1
         if not prompt_ids:
             raise RequestError("input_ids cannot be empty.")
         if len(prompt_ids) > most:
             raise RequestError(
                 f"The input ({len(prompt_ids)} tokens) is longer than the model's context length ({most + 1} tokens)."
             )
-        bad_ids = [i for i in prompt_ids if not 0 <= i < vocab_size]
-        if bad_ids:
-            raise RequestError(f"input_ids: got {bad_ids[0]}, need token ids in [0, {vocab_size - 1}]")
+        check_ids(prompt_ids, self._runner.vocab_size)
 
     def _run_pass(self) -> None:
         """Score the first of those that wait, on the model thread."""

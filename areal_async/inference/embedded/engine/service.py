@@ -21,7 +21,7 @@ from areal_async.inference.embedded.engine.answers import OpenRequest
 from areal_async.inference.embedded.engine.errors import RequestError, WeightsError
 from areal_async.inference.embedded.engine.grammar import Grammar, Grammars
 from areal_async.inference.embedded.engine.options import EngineOptions
-from areal_async.inference.embedded.engine.protocol import SamplingParams, check_length
+from areal_async.inference.embedded.engine.protocol import SamplingParams, check_ids, check_length
 from areal_async.inference.embedded.engine.runner import ModelRunner, ScoringRunner
 from areal_async.inference.embedded.engine.scheduler import PauseMode, Scheduler
 from areal_async.inference.embedded.engine.scoring import ScoreLine
@@ -133,9 +133,7 @@ class EngineService:
         rid = rid or uuid.uuid4().hex
         if rid in self._requests:
             raise RequestError(f"Duplicate request ID detected: {rid}")
-        bad_ids = [i for i in prompt_ids if not 0 <= i < self.runner.vocab_size]
-        if bad_ids:
-            raise RequestError(f"input_ids: got {bad_ids[0]}, need token ids in [0, {self.runner.vocab_size - 1}]")
+        check_ids(prompt_ids, self.runner.vocab_size)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop: the model has no tokenizer to match strings with; use stop_token_ids")
         foreign = [i for i in params.logit_bias if not 0 <= i < self.runner.vocab_size]

@@ -5,6 +5,7 @@ Invariant: whatever way a response ends (written whole, client gone, server stop
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import anyio
@@ -41,14 +42,14 @@ class GenerateEndpoint:
             body = parse_body(await Request(scope, receive).body())
         except ClientDisconnect:
             return
-        try:
-            requests = await self._open(body)
-        except RequestError as exc:
-            if not body.stream or isinstance(exc, SchemaError):
-                raise
-            await _stream_error(str(exc))(scope, receive, send)
-            return
-        try:
+        with ExitStack() as opened:
+            try:
+                requests = await self._open(body, opened)
+            except RequestError as exc:
+                if not body.stream or isinstance(exc, SchemaError):
+                    raise
+                await _stream_error(str(exc))(scope, receive, send)
+                return
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_cancel_on_disconnect, receive, tasks.cancel_scope)
                 if body.stream:
@@ -56,41 +57,32 @@ class GenerateEndpoint:
                 else:
                     await (await _answer(requests, is_batch=body.is_batch))(scope, receive, send)
                 tasks.cancel_scope.cancel()
-        finally:
-            for request in requests:
-                self._service.close(request)
 
-    async def _open(self, body: GenerateBody) -> list[OpenRequest]:
-        """Open every request of the body, or none."""
+    async def _open(self, body: GenerateBody, opened: ExitStack) -> list[OpenRequest]:
+        """Open every request of the body, to be closed with ``opened``, and start them, or none."""
         prompts = prompts_of(body.input_ids, body.text, self._service.tokenizer)
         if body.stream and body.is_batch:
             raise RequestError("stream: a batch of prompts cannot be streamed here; send one request per prompt")
-        params = [
-            parse_sampling(_pick(body.sampling_params, index, len(prompts)) or {}) for index in range(len(prompts))
-        ]
+        count = len(prompts)
+        params = [parse_sampling(_pick(body.sampling_params, index, count) or {}) for index in range(count)]
         grammars = [one.grammar and await self._service.grammars.begin(*one.grammar) for one in params]
-        opened: list[OpenRequest] = []
-        try:
-            for index, prompt_ids in enumerate(prompts):
-                opened.append(
-                    self._service.open(
-                        prompt_ids,
-                        params[index],
-                        grammar=grammars[index],
-                        num_top_logprobs=_pick(body.top_logprobs_num, index, len(prompts)) or 0,
-                        rid=_rid(body, index),
-                        is_stream=body.stream,
-                        return_logprob=bool(_pick(body.return_logprob, index, len(prompts))),
-                        return_prompt_token_ids=body.return_prompt_token_ids,
-                    )
-                )
-        except RequestError:
-            for request in opened:
-                self._service.close(request)
-            raise
-        for request in opened:
+        requests: list[OpenRequest] = []
+        for index, prompt_ids in enumerate(prompts):
+            request = self._service.open(
+                prompt_ids,
+                params[index],
+                grammar=grammars[index],
+                num_top_logprobs=_pick(body.top_logprobs_num, index, count) or 0,
+                rid=_rid(body, index),
+                is_stream=body.stream,
+                return_logprob=bool(_pick(body.return_logprob, index, count)),
+                return_prompt_token_ids=body.return_prompt_token_ids,
+            )
+            opened.callback(self._service.close, request)
+            requests.append(request)
+        for request in requests:
             self._service.enter(request)
-        return opened
+        return requests
 
 
 def _pick(value: Any, index: int, count: int) -> Any:
