@@ -32,7 +32,7 @@ class Request:
     config: Path | None
     """The settings file, in ``sources``."""
     is_config_named: bool
-    """By the command; else it is the one that goes with the workflow."""
+    """Whether the command names the file; else it is the one that goes with the workflow."""
     workflow: str | None
     """``FILE.py``, with a name perhaps."""
 

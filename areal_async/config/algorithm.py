@@ -98,7 +98,7 @@ class AlgorithmSettings(Section):
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
     """Mean over tokens, over sequences of their token mean (GRPO's paper), of their sum, or of that by a constant."""
     aggregation_constant: int | None = Field(default=None, ge=1)
-    """That constant, in tokens (Dr.GRPO); ``None`` takes ``max_new_tokens``."""
+    """Constant of that mean, in tokens (Dr.GRPO); ``None`` takes ``max_new_tokens``."""
     kl_coef: float = Field(default=0.0, ge=0)
     """beta: weight of the distance to a reference model; 0 needs none."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

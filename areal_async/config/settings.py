@@ -62,7 +62,7 @@ class RunSettings(Section):
     watchdog_s: float = Field(default=120.0, gt=0)
     """Seconds without any progress after which the run says who waits for whom; a step may not take longer."""
     on_stall: Literal["report", "restart", "end"] = "report"
-    """What follows then: nothing more, the culprit's process is started again, or the run ends with that cause."""
+    """Consequence of that: nothing more, the culprit's process is started again, or the run ends with that cause."""
     directory: OutputPath = Path("runs")
     """Where run directories are made; relative to the working directory, in a YAML file too."""
     max_failed_groups: int = Field(default=20, ge=1)

@@ -72,8 +72,8 @@ class EngineSettings(Section):
     """Keep parameters, gradients and AdamW's averages in the host's memory, and update them there: far less of the
     GPU's, and more time. Where there is no GPU it changes nothing."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which gradients are added up over a step's rows and over ranks; bfloat16 sends half the bytes, and is less
-    exact."""
+    """Data type in which gradients are added up over a step's rows and over ranks; bfloat16 sends half the bytes, and
+    is less exact."""
 
 
 class TrainerSettings(EngineSettings):

@@ -58,13 +58,13 @@ class Invitation:
     """``None`` for the key that a run in ``directory`` left for its nodes, where there is one."""
     ca: Path | None
     directory: Path
-    """With the runs of this host."""
+    """Directory of this host's runs."""
     allows_other_files: bool = False
     """Take part though workflows or rewards are others here than the run's."""
 
     @property
     def key(self) -> Path | None:
-        """What is shown to the broker."""
+        """Credentials file that is shown to the broker."""
         local = credentials_path(self.directory / self.run, Role.NODE)
         return self.credentials or (local if local.exists() else None)
 

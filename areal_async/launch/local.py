@@ -28,7 +28,7 @@ class ChildProcess:
     """A child of this process, in a session of its own: what was started, or what stands for it."""
 
     noise: tuple[str, ...]
-    """What its lines begin with that say nothing of its end."""
+    """Beginnings of lines that say nothing of its end."""
 
     def __init__(self, spec: ProcessSpec, process: anyio.abc.Process, output_start_bytes: int) -> None:
         self.spec = spec
@@ -91,7 +91,7 @@ class LocalProcess(ChildProcess):
     """A child of this process; killed by the kernel when this process ends."""
 
     noise = ("nanobind:", " - leaked", " - ... skipped", "See https://nanobind")
-    """What a grammar library says as a process ends early, after the cause."""
+    """Words of a grammar library as a process ends early, after the cause."""
 
     def terminate(self) -> None:
         if not self.has_ended:

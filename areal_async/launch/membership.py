@@ -42,9 +42,9 @@ class _Known:
     state: str
     num_starts: int
     lost_s: float | None = None
-    """When it was lost, by the launcher's clock; None while it is there."""
+    """Time of its loss in seconds, by the launcher's clock; None while it is there."""
     heard_s: float | None = None
-    """When it was heard last, where hearing is all that is known of it; else None."""
+    """Time at which it was heard last, in seconds, where hearing is all that is known of it; else None."""
 
 
 class Membership:

@@ -49,7 +49,7 @@ class GroupChange:
     num_starts: int
     reason: str = ""
     at: str = field(default_factory=now)
-    """Since when, in UTC as ISO 8601."""
+    """Time of the change, in UTC as ISO 8601."""
 
 
 log = structlog.get_logger()
@@ -100,7 +100,7 @@ class _Member:
     deaths: deque[float] = field(default_factory=deque)
     num_excused: int = 0
     work_done: int = 0
-    """At the last death."""
+    """Amount of lasting work at the last death."""
     is_asked_to_end: bool = False
     num_starts: int = 0
     last_death: str = ""
@@ -194,7 +194,8 @@ class RunSupervisor:
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
-                await self._leave_nothing_behind()
+                # When the run failed, each process saves what it can first.
+                await end_all(self._processes, grace_s=FAILED_STOP_S if self._end is None else 0)
         assert self._end is not None
         return self._end
 
@@ -347,10 +348,6 @@ class RunSupervisor:
     def _finish(self, end: RunEnd) -> None:
         self._end = self._end or end
         self._over.set()
-
-    async def _leave_nothing_behind(self) -> None:
-        """End what still runs. When the run failed, each process saves what it can first."""
-        await end_all(self._processes, grace_s=FAILED_STOP_S if self._end is None else 0)
 
     def _output_of(self, member: _Member, death: Death) -> str:
         return next((str(p.spec.output) for p in member.processes if p.spec.name == death.name), "logs")

@@ -48,11 +48,11 @@ class Ruling(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     verdict: PromiseVerdict
     sentence: str
-    """What was looked at, in figures."""
+    """Figures of what was looked at."""
     num_findings: int
     findings: list[Violation]
     missing: list[str]
-    """What the evidence lacks for a proof."""
+    """Parts of the evidence that a proof lacks."""
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     groups: dict[str, int]
     slots: dict[str, int]
     notes: list[str]
-    """What a reader should know and no promise speaks of."""
+    """Sentences that a reader should know and no promise speaks of."""
     rulings: list[Ruling]
 
     @property

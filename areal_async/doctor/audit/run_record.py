@@ -30,7 +30,7 @@ class Baseline:
     """What can be said of the advantages that were trained."""
 
     rule: AdvantageRule = field(default_factory=AdvantageRule)
-    """By which rewards become advantages, or what the rest begins with."""
+    """Rule by which rewards become advantages, or with which the rest begins."""
     made_by: str = ""
     """What else makes them, so that rewards do not say them; empty for nothing."""
     centred_in: Literal["group", "step", ""] = ""
@@ -53,10 +53,10 @@ class Rules:
     advantages: Baseline
     seed: int
     tasks: tuple[TaskRules, ...] = ()
-    """In the order of the settings; none when the data cannot be read."""
+    """Tasks in the order of the settings; none when the data cannot be read."""
     why_no_rows: str = ""
     curriculum: CurriculumSettings | None = None
-    """What passes prompts over; None where nothing does."""
+    """Curriculum that passes prompts over; None where nothing does."""
 
     @property
     def num_rows(self) -> int:
@@ -82,9 +82,9 @@ class StoredSlot:
     sample_uid: str
     status: SlotStatus
     damage: str = ""
-    """Why its payload cannot be used."""
+    """Reason for which its payload cannot be used; empty for none."""
     token_faults: tuple[str, ...] = ()
-    """What is wrong with the versions of its tokens."""
+    """Faults of the versions of its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +105,7 @@ class ArchivedSlot:
     token_faults: tuple[str, ...] = ()
     credits: tuple[ReplyReward, ...] = ()
     credit_advantages: tuple[float, ...] = ()
-    """By credit; ``advantage`` is then their mean."""
+    """Advantage of each credit; ``advantage`` is then their mean."""
     by_token: tuple[float, float, int] | None = None
     """Sum of the trained tokens' advantages, of their squares, and how many they are, where they differ."""
 
@@ -137,9 +137,9 @@ class RunRecord:
     is_finished: bool = False
     """Whether the run's own record says so."""
     admitted: Admitted = field(default_factory=Admitted)
-    """As it was before anything else was read: what it counts had its ticket published by then."""
+    """Record of admission as it was before anything else was read: what it counts had its ticket published by then."""
     admitted_last: Admitted = field(default_factory=Admitted)
-    """As it was after everything else was read."""
+    """Record of admission as it was after everything else was read."""
     tickets: set[str] = field(default_factory=set)
     """Groups whose ticket is not acked yet."""
     stored: list[StoredSlot] = field(default_factory=list)
@@ -166,10 +166,10 @@ class RunRecord:
     damaged_checkpoints: list[Damage] = field(default_factory=list)
     """Checkpoints whose files are not what was written, each with its reason."""
     notes: list[str] = field(default_factory=list)
-    """What else was noticed."""
+    """Sentences about what else was noticed."""
 
     @property
     def sampler(self) -> Sampler:
-        """In what order prompts were admitted, given the mixes of the record; there must be rows."""
+        """Order in which prompts were admitted, given the mixes of the record; there must be rows."""
         shares = [TaskShare(task.num_rows, task.ratio) for task in self.rules.tasks]
         return sampler_of(shares, seed=self.rules.seed, admitted=self.admitted_last)

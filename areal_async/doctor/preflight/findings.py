@@ -28,7 +28,7 @@ class PreflightFinding(msgspec.Struct, frozen=True, kw_only=True):
     level: Level
     saw: str
     cure: str = ""
-    """What to do; empty where nothing is to be done."""
+    """Cure, as a sentence; empty where nothing is to be done."""
 
 
 def good(check: str, saw: str) -> PreflightFinding:

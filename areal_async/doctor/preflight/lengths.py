@@ -43,11 +43,11 @@ class Lengths:
     """What the first calls of a task's workflow asked for."""
 
     num_rows: int
-    """Of the data set."""
+    """Rows of the data set."""
     calls: list[tuple[int, int]] = field(default_factory=list)
     """Tokens of the prompt and of the longest answer that was asked for; one pair per row that came so far."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """Why the others did not."""
+    """Reason -> how many other rows came to no call for it."""
 
 
 class _Listener:

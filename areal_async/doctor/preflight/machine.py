@@ -31,7 +31,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     num_cores: int
     memory_bytes: int | None
-    """That this process and its children may still take; None where the host does not tell."""
+    """Memory that this process and its children may still take; None where the host does not tell."""
     gpus: tuple[Gpu, ...]
     open_files: int
     """Most that a process may have."""
