@@ -23,6 +23,8 @@ MAX_NUMBER = 1e300
 """What is told may have any number of digits, and is shown in those of a float."""
 NUM_RECENT_STEPS = 10
 """Newest steps over which rewards are averaged."""
+STEP_PARTS = {"waiting for data": "time_wait_data_s", "training": "time_train_s", "weights": "time_weights_s"}
+"""What a step's time goes into -> its metric."""
 KEPT_STEPS = 500
 """Newest lines of ``metrics.jsonl`` that are held: more than is drawn, and than a restored trainer takes back."""
 

@@ -9,10 +9,10 @@ from markupsafe import Markup
 
 from areal_async.monitor.evaluated import figure
 from areal_async.monitor.report.charts import COLOURS, Series, bars, line_chart, number_text, over_steps, stacked_bars
-from areal_async.monitor.report.data import ReportData, ReportTrajectory
+from areal_async.monitor.report.data import ReportData
 from areal_async.monitor.token_text import visible
-from areal_async.monitor.token_views import TokenKind, TokenView
 from areal_async.monitor.transcript import shade_number
+from areal_async.monitor.view import STEP_PARTS
 from areal_async.protocol.types import mean
 
 FOLDER = Path(__file__).parent
@@ -50,20 +50,6 @@ class Card(NamedTuple):
     """The newest value."""
 
 
-class Sample(NamedTuple):
-    """A trajectory to read, as it is shown."""
-
-    name: str
-    title: str
-    facts: Sequence[str]
-    sequences: Sequence[Markup]
-    num_sequences: int
-    """Sequences of the whole trajectory; those beyond the room there is are not shown."""
-    num_left_out: int
-    """Tokens that are left out of the last sequence shown."""
-    id: str
-
-
 def render(data: ReportData, *, refresh_s: float | None = None) -> str:
     """Return the whole page.
 
@@ -83,12 +69,13 @@ def render(data: ReportData, *, refresh_s: float | None = None) -> str:
         speed=_speed(data),
         health=_health(data),
         outcomes=[Card("Groups", "by outcome", Markup(counts))],
-        samples=map(_sample, data.samples),
+        max_tokens=MAX_TOKENS,
         table=TABLE,
         num_steps=TABLE_STEPS,
         asset=lambda name: Markup((FOLDER / name).read_text(encoding="utf-8")),
         number_text=number_text,
         visible=visible,
+        shade_number=shade_number,
     )
 
 
@@ -145,11 +132,7 @@ def _progress(data: ReportData) -> Iterator[Card]:
 def _speed(data: ReportData) -> Iterator[Card]:
     lines, steps = data.lines, _steps(data)
     whole = _column(lines, "time_step_s")
-    parts = {
-        "waiting for data": _column(lines, "time_wait_data_s"),
-        "training": _column(lines, "time_train_s"),
-        "weights": _column(lines, "time_weights_s"),
-    }
+    parts = {name: _column(lines, key) for name, key in STEP_PARTS.items()}
     rest: list[float | None] = [
         max(0.0, (total or 0.0) - sum(values[place] or 0.0 for values in parts.values()))
         for place, total in enumerate(whole)
@@ -169,40 +152,6 @@ def _health(data: ReportData) -> Iterator[Card]:
         values = _column(data.lines, key)
         if any(values) or key not in ("kl_mean", "value_loss"):
             yield _lines(title, unit, _steps(data), [Series(title.lower(), values)], note=note)
-
-
-def _sample(sample: ReportTrajectory) -> Sample:
-    entry = sample.entry
-    facts = [f"step {entry.step}", entry.id, entry.workflow, f"advantage {entry.advantage:+.2f}"]
-    facts += [f"{entry.tokens} tokens, {entry.output_tokens} sampled", f"weights {entry.versions}"]
-    if entry.truncated:
-        facts.append("cut off")
-    shown, room = [], MAX_TOKENS
-    for views in sample.sequences:
-        shown.append(Markup("").join(map(_token, views[:room])))
-        room -= len(views)
-        if room < 0:
-            break
-    return Sample(
-        name=f"{sample.what}-{entry.id}",
-        title=f"{sample.what}: reward {number_text(entry.reward or 0.0)}",
-        facts=facts,
-        sequences=shown,
-        num_sequences=len(sample.sequences),
-        num_left_out=max(0, -room),
-        id=entry.id,
-    )
-
-
-def _token(view: TokenView) -> Markup:
-    mark = Markup('<span class="v">{}</span>').format(view.version) if view.begins_version else Markup("")
-    text = visible(view.text)
-    if view.kind is TokenKind.GIVEN:
-        return mark + Markup('<span class="g">{}</span>').format(text)
-    level = shade_number(view.logprob)
-    classes = "m" if view.kind is TokenKind.MASKED else f"t p{level}" if level else "t"
-    title = f"logprob {view.logprob:.3f}, weights {view.version}"
-    return mark + Markup('<span class="{}" title="{}">{}</span>').format(classes, title, text)
 
 
 def _lines(

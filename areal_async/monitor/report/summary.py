@@ -6,7 +6,7 @@ from areal_async.config.settings import Settings
 from areal_async.monitor.advice import advice
 from areal_async.monitor.evaluated import answers, failures, figure, kind
 from areal_async.monitor.report.picture import write_picture
-from areal_async.monitor.view import by_task, number
+from areal_async.monitor.view import STEP_PARTS, by_task, number
 from areal_async.process.json_lines import Line, read_json_lines
 from areal_async.protocol.types import mean
 
@@ -76,11 +76,7 @@ def _name(evaluation: Line) -> str:
 
 def _time_text(steps: Sequence[Line]) -> str:
     total_s = sum(number(line, "time_step_s") for line in steps)
-    parts = {
-        "waiting for data": sum(number(line, "time_wait_data_s") for line in steps),
-        "training": sum(number(line, "time_train_s") for line in steps),
-        "weights": sum(number(line, "time_weights_s") for line in steps),
-    }
+    parts = {name: sum(number(line, key) for line in steps) for name, key in STEP_PARTS.items()}
     shares = ", ".join(f"{name} {seconds / total_s:.0%}" for name, seconds in parts.items()) if total_s else "none"
     return f"time: {total_s:.0f} s in {len(steps)} steps: {shares}"
 
