@@ -5,7 +5,7 @@ Both only watch. They read the run's files and listen on the bus, and a display 
 
 import sys
 from collections.abc import Iterable
-from typing import IO, Protocol, cast
+from typing import IO, cast
 
 import anyio
 from rich.console import Console, RenderableType
@@ -36,12 +36,15 @@ SPARKLINE_STEPS = 40
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-class Display(Protocol):
-    """Shows one run."""
+class PlainDisplay:
+    """One line per step, evaluation and notice; for logs, pipes and CI."""
+
+    def __init__(self, view: RunView) -> None:
+        self._view = view
 
     def notify(self, text: str) -> None:
         """Show one line now."""
-        ...
+        say(visible(text, newline=" "))
 
     async def watch(self, bus: Bus) -> None:
         """Show what happens until cancelled.
@@ -51,19 +54,6 @@ class Display(Protocol):
         produces:     the display
         unblocked by: cancellation alone
         """
-        ...
-
-
-class PlainDisplay:
-    """One line per step, evaluation and notice; for logs, pipes and CI."""
-
-    def __init__(self, view: RunView) -> None:
-        self._view = view
-
-    def notify(self, text: str) -> None:
-        say(visible(text, newline=" "))
-
-    async def watch(self, bus: Bus) -> None:
         self._view.read_files()  # an earlier start has told these
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(listen, bus, self._view, self.notify)
@@ -91,10 +81,12 @@ class LiveDisplay:
         self._console = console
 
     def notify(self, text: str) -> None:
+        """Show one line now, above the panel."""
         self._view.notices.append(text)
         self._console.print(visible(text, newline=" "), highlight=False, markup=False)
 
     async def watch(self, bus: Bus) -> None:
+        """Show what happens until cancelled; consumes, waits and is unblocked as the plain one."""
         view = self._view
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(listen, bus, view, self.notify)
@@ -105,7 +97,7 @@ class LiveDisplay:
                     await anyio.sleep(REFRESH_S)
 
 
-def choose_display(view: RunView, *, is_plain: bool) -> Display:
+def choose_display(view: RunView, *, is_plain: bool) -> PlainDisplay | LiveDisplay:
     """Return the live panel where stdout is a terminal and it is wanted."""
     console = Console(file=cast("IO[str]", LossyStdout(sys.stdout)))
     return PlainDisplay(view) if is_plain or not console.is_terminal else LiveDisplay(view, console)

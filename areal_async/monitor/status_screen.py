@@ -17,18 +17,20 @@ def render(status: Status) -> Iterable[Table | Text]:
     if status.reason:
         head.append(f" ({status.reason})", style="not bold")
     yield head
-    facts = Table.grid(padding=(0, 2))
-    facts.add_row("step", f"{status.step}/{status.steps}, weights {status.weights_version or 'none yet'}")
-    if status.reward_mean is not None:
-        held_out = f", last evaluation {figure(status.evaluation)}" if status.evaluation else ""
-        facts.add_row("reward", f"{status.reward_mean:.3f}{held_out}")
-    facts.add_row("groups", _groups(status))
-    facts.add_row("stored", status.stored_text)
-    if status.changes:
-        facts.add_row("changed", ", ".join(f"{setting} = {value:.12g}" for setting, value in status.changes.items()))
-    if status.shares:
-        facts.add_row("mix", ", ".join(f"{task} {share:.1%}" for task, share in status.shares.items()))
-    yield facts
+    held_out = f", last evaluation {figure(status.evaluation)}" if status.evaluation else ""
+    facts = {
+        "step": f"{status.step}/{status.steps}, weights {status.weights_version or 'none yet'}",
+        "reward": "" if status.reward_mean is None else f"{status.reward_mean:.3f}{held_out}",
+        "groups": _groups(status),
+        "stored": status.stored_text,
+        "changed": ", ".join(f"{setting} = {value:.12g}" for setting, value in status.changes.items()),
+        "mix": ", ".join(f"{task} {share:.1%}" for task, share in status.shares.items()),
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, fact in facts.items():
+        if fact:
+            table.add_row(name, fact)
+    yield table
     processes = Table("process", "", "up", "does", "waits for", "starts", "last death", box=None, padding=(0, 2, 0, 0))
     for member in status.members:
         style = "" if member.presence == OK else "dim" if member.presence == ENDED else "bold red"
