@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 import pytest
 
+from areal_async.cli.main import main
 from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings, TrainerSettings
 from areal_async.doctor.preflight.broker import check_broker, judge_varz
 from areal_async.doctor.preflight.findings import Level
@@ -31,9 +32,29 @@ def _machine(**given: Any) -> Machine:
     return Machine(**seen | {"is_clock_kept": None} | given)
 
 
-def _doctor(*arguments: str) -> tuple[int, list[dict[str, str]]]:
+Doctor = Callable[..., tuple[int, list[dict[str, str]]]]
+"""``doctor(*words)`` returns the exit status and what was found."""
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Doctor:
+    """The verb on a host without GPUs, without the seconds of a processor that a new interpreter takes."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def look(*words: str) -> tuple[int, list[dict[str, str]]]:
+        status = main(["doctor", "--json", *words])
+        told = capsys.readouterr()
+        assert told.err == ""
+        return status, json.loads(told.out)
+
+    return look
+
+
+def test_the_cpu_job_may_start_and_every_check_has_spoken(tmp_path: Path) -> None:
+    """The command that a user types first, whole."""
     ended = subprocess.run(
-        [sys.executable, "-m", "areal_async", "doctor", "--json", *arguments],
+        [sys.executable, "-m", "areal_async", "doctor", "--json", "workflows/gsm8k.py", "--run.directory", tmp_path],
         cwd=ROOT,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -41,14 +62,8 @@ def _doctor(*arguments: str) -> tuple[int, list[dict[str, str]]]:
         timeout=100,
         check=False,
     )
-    assert ended.stderr == ""
-    return ended.returncode, json.loads(ended.stdout)
-
-
-def test_the_cpu_job_may_start_and_every_check_has_spoken(tmp_path: Path) -> None:
-    """The command that a user types first, whole."""
-    status, findings = _doctor("workflows/gsm8k.py", "--run.directory", str(tmp_path))
-    assert status == 0
+    assert (ended.returncode, ended.stderr) == (0, "")
+    findings = json.loads(ended.stdout)
     assert not [one for one in findings if one["level"] == "error"]
     checks = {one["check"].partition(" ")[0] for one in findings}
     assert checks >= {
@@ -57,7 +72,7 @@ def test_the_cpu_job_may_start_and_every_check_has_spoken(tmp_path: Path) -> Non
     }  # fmt: skip
 
 
-def test_everything_that_is_wrong_is_told_at_once_with_its_cure(tmp_path: Path) -> None:
+def test_everything_that_is_wrong_is_told_at_once_with_its_cure(doctor: Doctor, tmp_path: Path) -> None:
     """One look, not one mistake per start: a taken port, data that is not there or without a row, a model without
     weights, a node's open files.
     """
@@ -65,7 +80,7 @@ def test_everything_that_is_wrong_is_told_at_once_with_its_cure(tmp_path: Path) 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        status, findings = _doctor(
+        status, findings = doctor(
             "workflows/gsm8k.py",
             *("--run.directory", str(tmp_path)),
             *("--model.path", str(tmp_path / "model")),
@@ -108,9 +123,9 @@ async def test_a_broker_that_is_not_there_is_one_error(tmp_path: Path) -> None:
     assert "127.0.0.1:9" in finding.saw
 
 
-def test_a_run_for_an_allocation_is_looked_at_inside_of_one(tmp_path: Path) -> None:
+def test_a_run_for_an_allocation_is_looked_at_inside_of_one(doctor: Doctor, tmp_path: Path) -> None:
     """Outside there are no hosts to be seen, and a run with these settings would not start."""
-    status, findings = _doctor("workflows/gsm8k.py", "--run.directory", str(tmp_path), "--launch.backend", "slurm")
+    status, findings = doctor("workflows/gsm8k.py", "--run.directory", str(tmp_path), "--launch.backend", "slurm")
 
     (hosts,) = [one for one in findings if one["level"] == "error"]
     assert (status, hosts["check"]) == (1, "hosts")
