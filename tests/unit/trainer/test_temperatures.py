@@ -22,7 +22,7 @@ from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.reference import ReferenceEngine
 from areal_async.trainer.engine.stats import StepStats
 from areal_async.trainer.packing.rows import REFERENCE, with_columns
-from tests.unit.inference.embedded_engine import Server, build_model
+from tests.unit.inference.embedded_engine import Server, restored
 from tests.unit.trainer.models import engine_of
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,18 +32,16 @@ SAMPLINGS = ({}, {"temperature": 0.5}, {"temperature": 1.7}, {"temperature": 0.0
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("served"), seed=3)
+def folder(models: list[Path]) -> Path:
+    """What the session's engine serves."""
+    return models[0]
 
 
-@pytest.fixture(scope="module")
-def sampled(folder: Path) -> Trajectory:
+@pytest.fixture
+def sampled(embedded_server: Server, folder: Path) -> Trajectory:
     """Return a trajectory as the trainer receives it."""
-    server = Server(folder)
-    try:
-        policy = anyio.run(_converse, str(server.http.base_url).rstrip("/"), folder)
-    finally:
-        server.close()
+    with restored(embedded_server, folder):
+        policy = anyio.run(_converse, str(embedded_server.http.base_url).rstrip("/"), folder)
     place = SlotSpec(
         workflow="w", sibling=0, sample_uid="u", ticket_version="0-0", max_bytes=1 << 20, max_sequence_tokens=500
     )
