@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.test_doctor import PROMISES, diagnose
-from tests.e2e.test_run import REPOSITORY, Run, assert_accounts
+from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, assert_ran_well
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 
@@ -33,9 +33,11 @@ def test_a_run_of_adapters_credits_each_try_sends_them_alone_exports_both_forms_
 
     assert ended.returncode == 0, ended.stdout
     assert_accounts(run, num_steps=3, max_staleness=0)
+    assert_ran_well(run)
     verdicts = {ruling["promise"]: ruling["verdict"] for ruling in diagnose(run.directory, status=0)["rulings"]}
     assert verdicts == dict.fromkeys(PROMISES, "proved")
     assert all(0 < line["logprob_gap_mean"] < 1e-4 for line in run.lines)
+    assert 0 < sum(line["reward_mean"] for line in run.lines) < 3, "the warm start can do it, and not well"
     assert run.lines[2]["kl_mean"] > 0, "answers differ from the base's"
     _check_tries(run)
     sent = [path for path in (run.directory / "weights").rglob("*") if path.is_file()]

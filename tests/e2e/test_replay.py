@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, collect, role_processes
+from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, collect, role_processes, said_by
 
 pytestmark = [pytest.mark.timeout(360), pytest.mark.whole_runs]
 
@@ -38,7 +38,7 @@ def test_every_role_that_is_killed_is_replaced_and_the_archive_replays_to_its_ow
         for step, role in ((1, "node"), (2, "controller"), (3, "trainer")):
             run.wait_for_step(step, process)
             _kill(run, role)
-        listed = _verb("trajectories", run, "--json", "--limit", "0")
+        listed = said_by("trajectories", run.directory, "--json", "--limit", "0")
         ended = collect(process)
     assert ended.returncode == 0, ended.stdout
     for name in ("node-0", "controller", "trainer-0"):

@@ -1,7 +1,7 @@
 """Every workflow that ships runs to its end on a CPU, with its own settings and the tiny models.
 
 ``gsm8k`` and ``countdown`` are in ``test_run.py``, ``judge`` and ``self_play`` in ``test_named_policies.py``,
-``preference`` in ``test_preference.py``.
+``preference`` in ``test_preference.py``, ``multi_turn_math`` in ``test_lora.py``.
 """
 
 from pathlib import Path
@@ -12,10 +12,10 @@ from tests.e2e.test_run import Run, assert_ran_well
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 
-WITH_TOOLS = ("calculator", "search", "python_tool")
+WITH_TOOLS = ("calculator", "search")
 
 
-@pytest.mark.parametrize("name", [*WITH_TOOLS, "coding", "multi_turn_math", "openai_agent"])
+@pytest.mark.parametrize("name", [*WITH_TOOLS, "coding", "openai_agent"])
 def test_a_workflow_that_ships_runs_to_its_end(tmp_path: Path, name: str) -> None:
     run = Run(tmp_path, name, run__steps=2, eval__limit=8)
 
@@ -30,23 +30,14 @@ def test_a_workflow_that_ships_runs_to_its_end(tmp_path: Path, name: str) -> Non
     assert "nothing was learned" not in ended.stdout
 
 
-def test_a_dozen_steps_raise_the_reward(tmp_path: Path) -> None:
+def test_a_workflow_that_ships_raises_its_reward_in_a_dozen_steps(tmp_path: Path) -> None:
     """Of 128 answers a step: in full runs it goes from 0.3 to 0.6 meanwhile, with a standard error of 0.02."""
     run = Run(tmp_path, "learning", run__steps=12, rollout__batch_groups=16, eval__limit=4)
 
     ended = run.finish("--config", "configs/python_tool_cpu.yaml", workflow="workflows/python_tool.py")
 
     assert ended.returncode == 0, ended.stdout
+    assert_ran_well(run)
+    assert all(line["rollout/num_tool_calls"] > 0 for line in run.lines)
     rewards = [line["reward_mean"] for line in run.lines]
     assert sum(rewards[-4:]) > sum(rewards[:4]), rewards
-
-
-def test_run_whose_reward_never_leaves_0_says_so_at_its_end(tmp_path: Path) -> None:
-    run = Run(tmp_path, "hopeless", run__steps=2, model__path="configs/models/tiny", eval__limit=4)
-
-    ended = run.finish("--config", "configs/coding_cpu.yaml", workflow="workflows/coding.py")
-
-    assert ended.returncode == 0, ended.stdout
-    told = " ".join(ended.stdout.split())
-    assert "nothing was learned: the reward was 0 in all 2 steps" in told
-    assert "`python -m areal_async try workflows/coding.py --n 8`" in told
