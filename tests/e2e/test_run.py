@@ -157,13 +157,58 @@ def assert_ran_well(run: Run) -> None:
     assert [one["step"] for one in evaluated] == [0, len(run.lines)]
 
 
-def test_two_ranks_train_stop_at_a_signal_resume_and_finish(tmp_path: Path) -> None:
-    run = Run(tmp_path, "two-ranks", run__steps=9, trainer__num_ranks=2)
+def events(run: Run, process: str, name: str) -> list[dict[str, Any]]:
+    """What a process logged under one name."""
+    lines = read_json_lines(run.directory / "logs" / f"{process}.jsonl")
+    return [line for line in lines if line.get("event") == name]
+
+
+CALL = '''
+import os
+from pathlib import Path
+
+
+def advantages(rows, advantages):
+    """Fail with the longest trajectory that the last rank holds first; in its children too."""
+    if "POISON" not in os.environ and os.environ.get("RANK", "0") == "LAST":
+        try:
+            Path(__file__).with_name("marked").touch(exist_ok=False)
+        except FileExistsError:  # a later attempt may sample the same again
+            pass
+        else:
+            os.environ["POISON"] = max(rows, key=lambda row: row.num_tokens).token_ids.tobytes().hex()
+    if any(row.token_ids.tobytes().hex() == os.environ.get("POISON") for row in rows):
+        raise ValueError("a row that no step can take")
+    return advantages
+'''
+
+
+def poisonous_call(folder: Path, *, rank: int = 0) -> str:
+    """Return the setting ``algorithm.calls`` with a function that makes a group of the rank's impossible to train."""
+    path = folder / "call.py"
+    path.write_text(CALL.replace("LAST", str(rank)))
+    return json.dumps([f"{path}:advantages"])
+
+
+def assert_one_is_given_up(run: Run, *, by_rank: int) -> None:
+    """A group that the step fails with is given up, and the others of its cut are trained."""
+    (given_up,) = events(run, f"trainer-{by_rank}", "group.given_up")
+    assert given_up["reason"] == "ValueError: a row that no step can take"
+    assert given_up["group_id"] not in {row["group_id"] for row in run.trained}
+    first = [row for row in run.trained if row["step"] == 1]
+    assert len({row["group_id"] for row in first}) == 3  # of a batch of four
+
+
+def test_two_ranks_give_up_a_poisonous_group_train_stop_at_a_signal_resume_and_finish(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path, "two-ranks", run__steps=9, trainer__num_ranks=2, algorithm__calls=poisonous_call(tmp_path, rank=1)
+    )
     with run.start() as process:
         run.wait_for_step(2, process)
         process.send_signal(signal.SIGINT)
         stopped = collect(process)
     assert stopped.returncode == 0, stopped.stdout
+    assert stopped.stdout.count("starting trainer again") == 1, stopped.stdout
     assert 2 <= len(run.lines) < 9, "it was to stop in the middle"
     assert not role_processes(run, "trainer")
 
@@ -171,54 +216,35 @@ def test_two_ranks_train_stop_at_a_signal_resume_and_finish(tmp_path: Path) -> N
 
     assert resumed.returncode == 0, resumed.stdout
     assert_accounts(run, num_steps=9, max_staleness=2)
+    assert_one_is_given_up(run, by_rank=1)
     assert max(line["staleness_max"] for line in run.lines) > 0, "it was to run asynchronously"
     assert (run.directory / "model" / "model.safetensors").exists()
     assert (run.directory / "reward.png").stat().st_size > 1000
     evaluated = [json.loads(line) for line in (run.directory / "eval.jsonl").read_text().splitlines()]
     assert [one["step"] for one in evaluated] == [0, 9]
-    again = run.finish()
-    assert again.returncode == 0
-    assert "finished" in again.stdout
 
 
-def test_staleness_zero_is_on_policy_to_the_servers_own_logprobs_with_a_critic_and_a_reference(tmp_path: Path) -> None:
-    """With the settings of the workflow ``countdown``.
+def test_broadcast_weights_are_on_policy_with_a_critic_and_a_reference_and_a_killed_server_comes_back_with_them(
+    tmp_path: Path,
+) -> None:
+    """To the servers' own logprobs, with the settings of the workflow ``countdown``.
 
-    A reference whose divergence is in the loss, and no critic: the run of ``test_replay.py``.
+    A reference whose divergence is in the loss, and no critic: the run of ``test_replay.py``. Weights on disk without
+    staleness: those of ``test_lora.py``.
     """
     settings = {"algorithm__name": "ppo", "algorithm__kl_coef": 0.05, "algorithm__kl_in": "reward"}
     run = Run(
-        tmp_path, "on-policy", config="configs/countdown_cpu.yaml", run__steps=3, rollout__max_staleness=0, **settings
-    )
-
-    ended = run.finish(workflow="workflows/countdown.py")
-
-    assert ended.returncode == 0, ended.stdout
-    assert_accounts(run, num_steps=3, max_staleness=0)
-    assert all(0 < line["ratio_max_deviation"] < 1e-2 for line in run.lines)
-    assert all(line["logprob_gap_mean"] < 0.02 for line in run.lines)
-    assert all(math.isfinite(line[name]) for line in run.lines for name in CRITIC_METRICS), run.lines
-    assert run.lines[-1]["kl_mean"] > 0
-    assert_ran_well(run)
-
-
-def events(run: Run, process: str, name: str) -> list[dict[str, Any]]:
-    """What a process logged under one name."""
-    lines = read_json_lines(run.directory / "logs" / f"{process}.jsonl")
-    return [line for line in lines if line.get("event") == name]
-
-
-def test_weights_by_broadcast_are_those_trained_and_a_killed_server_comes_back_with_them(tmp_path: Path) -> None:
-    run = Run(
         tmp_path,
-        "broadcast",
+        "on-policy",
+        config="configs/countdown_cpu.yaml",
         run__steps=20,
         rollout__max_staleness=0,
         inference__num_servers=2,
         inference__weight_transfer="distributed",
         inference__bucket_bytes=300_000,
+        **settings,
     )
-    with run.start() as process:
+    with run.start(workflow="workflows/countdown.py") as process:
         run.wait_for_step(3, process)
         os.killpg(events(run, "node-0", "server.started")[0]["pid"], signal.SIGKILL)
         ended = collect(process)
@@ -227,6 +253,9 @@ def test_weights_by_broadcast_are_those_trained_and_a_killed_server_comes_back_w
     assert_accounts(run, num_steps=20, max_staleness=0)
     assert all(0 < line["ratio_max_deviation"] < 1e-2 for line in run.lines)
     assert all(line["logprob_gap_mean"] < 0.02 for line in run.lines)
+    assert all(math.isfinite(line[name]) for line in run.lines for name in CRITIC_METRICS), run.lines
+    assert run.lines[-1]["kl_mean"] > 0
+    assert_ran_well(run)
     assert {(row["step"], row["oldest"], row["newest"]) for row in run.trained} == {
         (step, f"1-{step - 1}", f"1-{step - 1}") for step in range(1, 21)
     }
@@ -238,67 +267,13 @@ def test_weights_by_broadcast_are_those_trained_and_a_killed_server_comes_back_w
     assert run.lines[-1]["weights_version"] == "1-20"
 
 
-def _workflow(tmp_path: Path, name: str, body: str) -> str:
-    path = tmp_path / f"{name}.py"
-    path.write_text(f"import time\n\nfrom areal_async import reward\n\n\n{body}")
-    return str(path)
-
-
 def test_a_raising_workflow_ends_the_run_with_its_cause(tmp_path: Path) -> None:
     run = Run(tmp_path, "raising", run__steps=3, run__max_failed_groups=2)
-    workflow = _workflow(tmp_path, "broken", "async def broken(prompt, policy):\n    return prompt['no_such_column']\n")
+    workflow = tmp_path / "broken.py"
+    workflow.write_text("async def broken(prompt, policy):\n    return prompt['no_such_column']\n")
 
-    ended = run.finish("--eval.dataset", "null", workflow=workflow)
+    ended = run.finish("--eval.dataset", "null", workflow=str(workflow))
 
     assert ended.returncode == 1
     assert "has no column 'no_such_column', its columns are" in ended.stdout
-    assert "Traceback" not in ended.stdout
-
-
-def test_a_hanging_reward_is_a_recorded_failure_and_no_hang(tmp_path: Path) -> None:
-    run = Run(tmp_path, "hanging", run__steps=3, run__max_failed_groups=2)
-    workflow = _workflow(
-        tmp_path,
-        "stuck",
-        "@reward(timeout_s=0.5)\ndef stuck_reward(text: str) -> float:\n    time.sleep(60)\n    return 1.0\n\n\n"
-        "async def stuck(prompt, policy):\n"
-        "    reply = await policy.complete('1+1=', max_new_tokens=2)\n"
-        "    return await stuck_reward(reply.text)\n",
-    )
-
-    ended = run.finish("--eval.dataset", "null", workflow=workflow)
-
-    assert ended.returncode == 1
-    assert "stuck_reward" in ended.stdout
-    assert "Traceback" not in ended.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--rollout.max_stalenes", "1"], "rollout.max_staleness"),
-        (["--model.path", "no/such/model"], "no/such/model"),
-        (["--tasks.0.dataset.path", "no/such/data.jsonl"], "no/such/data.jsonl"),
-    ],
-)
-def test_a_users_mistake_is_one_sentence_and_exit_code_2(tmp_path: Path, arguments: list[str], says: str) -> None:
-    ended = Run(tmp_path, "mistake", run__steps=1).finish(*arguments)
-
-    assert ended.returncode == 2, ended.stdout
-    assert says in ended.stdout
-    assert "Traceback" not in ended.stdout
-
-
-def test_a_busy_port_is_named(tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-
-        ended = Run(tmp_path, "busy", run__steps=1).finish("--bus.port", str(port))
-
-    assert ended.returncode == 2, ended.stdout
-    assert str(port) in ended.stdout
     assert "Traceback" not in ended.stdout
