@@ -33,9 +33,9 @@ from areal_async.monitor.snapshot import NUM_READ, OK, read_events
 from areal_async.protocol import events
 from areal_async.protocol.subjects import Names
 from areal_async.telemetry import wait_graph
+from tests.documents import ROOT, blocks_of, chapter, commands
 from tests.e2e.scene import Scene, broker_pid, died, has, is_back, look, server_pid, stopped
 from tests.e2e.terminal import SHOWN_WITHIN_S, Terminal
-from tests.e2e.test_readme import REPOSITORY, blocks, chapter, commands
 from tests.e2e.test_run import DEADLINE_S, Run, assert_accounts, collect, role_processes, said_by, unhurried, wait_until
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.whole_runs]
@@ -210,15 +210,13 @@ def _compare_after_the_trainer(run: Run, before: dict[int, tuple[float, int]]) -
     assert max(after[step][1] for step in after if step > max(before) + 1) <= 1
 
 
-CHAPTERS = {
-    "Operating a run": "areal_async/cli/README.md",
-    "With plain NATS tools": "areal_async/bus/README.md",
-    "Subjects and streams": "areal_async/bus/README.md",
-}
+GUIDE, BUS_GUIDE = "areal_async/cli/README.md", "areal_async/bus/README.md"
 
 
-def _blocks(title: str, language: str) -> list[str]:
-    return [body for kind, body in blocks(chapter(CHAPTERS[title], title)) if kind == language]
+def _blocks(file: str, language: str) -> list[str]:
+    """Return the blocks that a document leaves to this file."""
+    mark = f"run by {Path(__file__).relative_to(ROOT)}"
+    return [one.body for one in blocks_of(file) if one.mark == mark and one.language == language]
 
 
 TOLD = {
@@ -252,7 +250,7 @@ A_GROUP = "0-17-0"
 
 def test_every_line_with_the_nats_tool_tells_what_the_chapter_says(live: Run, tmp_path: Path) -> None:
     directory = live.directory.parents[1]
-    (lines,) = _blocks("With plain NATS tools", "console")
+    (lines,) = _blocks(BUS_GUIDE, "console")
     (alias, _), *shown = commands(lines)
     tool = _nats_tool(tmp_path)
     said = {line.partition("  #")[0].removeprefix("n ") + " ": line for line, _ in shown}
@@ -325,10 +323,10 @@ async def _operator(run: Run) -> AsyncIterator["nats.NATS"]:
 def test_every_command_and_the_plain_client_of_the_chapters_do_what_they_say(live: Run, tmp_path: Path) -> None:
     """A run is stopped once: here by the tool's line, by the verb of that name in ``test_mixed.py``."""
     directory = live.directory.parents[1]
-    own, change = _blocks("Operating a run", "console")
-    (lines,) = _blocks("With plain NATS tools", "console")
+    own, change = _blocks(GUIDE, "console")
+    (lines,) = _blocks(BUS_GUIDE, "console")
     (alias, _), *_, (stopping, _) = commands(lines)
-    (client,) = _blocks("With plain NATS tools", "python")
+    (client,) = _blocks(BUS_GUIDE, "python")
     words = [shlex.split(command, comments=True)[1:] for command, _ in commands(own)]
     assert [one[2] for one in words] == list(ORDERS)
     ((changing, _),) = commands(change)
@@ -395,7 +393,7 @@ def _check_order_to_a_run_that_does_not_run(run: Run) -> None:
 
 
 def test_the_table_of_the_chapter_names_every_event_and_every_stream() -> None:
-    text = chapter(CHAPTERS["Subjects and streams"], "Subjects and streams")
+    text = chapter(BUS_GUIDE, "Subjects and streams")
     kinds = {
         kind.__struct_config__.tag
         for kind in [*vars(events).values(), wait_graph.Stall]
@@ -410,7 +408,7 @@ def test_the_table_of_the_chapter_names_every_event_and_every_stream() -> None:
 def _run(directory: Path, *words: str) -> str:
     done = subprocess.run(
         [sys.executable, *words], cwd=directory, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, f"{words}: {done.stdout}\n{done.stderr}"
     return done.stdout

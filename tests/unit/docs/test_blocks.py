@@ -1,4 +1,4 @@
-"""Each block of commands, settings or code in the documents is carried out by a test, or it stands here why not.
+"""Each block of commands or code in the documents is carried out by a test, or says above it why not.
 
 Carried out or not, the verbs, options, settings, files and make targets that they name are there.
 """
@@ -7,10 +7,9 @@ import ast
 import re
 import shlex
 import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import yaml
@@ -19,110 +18,75 @@ from areal_async.cli.main import VERBS, split_overrides
 from areal_async.config.settings import Settings
 from areal_async.config.tree import annotation_at
 from areal_async.errors import UserError
+from tests.documents import (
+    COMMANDS,
+    NO_RUN,
+    NOT_RUN,
+    ROOT,
+    RUN_BY,
+    Block,
+    blocks_of,
+    chapter,
+    commands,
+    document_files,
+    text_of,
+)
 
-ROOT = Path(__file__).parents[3]
-FENCE = re.compile(r"^(#+) ([^\n]+)$|^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-LANGUAGES = ("console", "python", "sh", "yaml")
-E2E, UNIT = "tests/e2e", "tests/unit"
-CARRIED_OUT = {
-    ("README.md", "A first workflow"): f"{E2E}/test_readme.py",
-    ("workflows/README.md", "Your first workflow"): f"{E2E}/test_readme.py",
-    ("areal_async/cli/README.md", "Operating a run"): f"{E2E}/test_operating.py",
-    ("areal_async/cli/README.md", "Settings that may change"): f"{E2E}/test_operating.py",
-    ("areal_async/cli/README.md", "What has become of everything"): f"{E2E}/test_doctor.py",
-    ("areal_async/bus/README.md", "With plain NATS tools"): f"{E2E}/test_operating.py",
-    ("areal_async/monitor/README.md", "Commands"): f"{E2E}/test_replay.py",
-    ("areal_async/monitor/README.md", "Evaluation"): f"{E2E}/test_evaluate.py",
-    ("areal_async/doctor/README.md", "The doctor"): f"{E2E}/test_doctor.py",
-    ("areal_async/rollout/README.md", "A whole group at once"): f"{UNIT}/rollout/test_readme.py",
-    ("areal_async/trainer/README.md", "Reward models"): f"{E2E}/test_preference.py",
-    ("areal_async/launch/README.md", "Joining a live run"): f"{E2E}/test_join.py",
-    ("areal_async/launch/README.md", "Under Slurm"): "tests/slurm",
-    ("areal_async/inference/README.md", "The real SGLang"): "tests/sglang",
-    ("configs/README.md", "The real SGLang on a CPU"): "tests/sglang",
-    ("configs/README.md", "Several tasks"): f"{E2E}/test_mixed.py",
-    ("workflows/README.md", "The workflows that ship"): f"{E2E}/test_workflows.py",
-    ("rewards/README.md", "What a mathematical answer is worth"): f"{UNIT}/rewards/test_math_corpus.py",
-}
-"""File and heading -> the test that carries it out: from the text itself, or the same commands on hosts of its own."""
-NOT_CARRIED_OUT = {
-    (
-        "README.md",
-        "Install",
-    ): "installs into the environment that runs the tests; `.ci/run` does the same on a clean clone",
-    (
-        "README.md",
-        "Two commands",
-    ): "the main job of 40 steps; a short one is in tests/e2e/test_run.py, doctor in test_doctor.py",
-    ("CONTRIBUTING.md", "Working on areal_async"): "the tests themselves",
-    (
-        "configs/README.md",
-        "Settings and runs",
-    ): "whole runs with other settings; these are held against what settings there are",
-    ("workflows/README.md", "What they learn on a CPU"): "eleven runs under three seeds: an hour",
-    ("areal_async/algorithms/README.md", "The step as a graph"): "a function; tests/unit/algorithms calls ones like it",
-    ("areal_async/bus/SECURITY.md", "A broker of your own"): "a broker under /var/lib with a host's certificate; "
-    "tests/bus has one with the same accounts, and tools/two_hosts.py one with TLS",
-    ("areal_async/rollout/README.md", "What a workflow is given"): "files of the reader's",
-    ("areal_async/rollout/README.md", "What a node has once"): "a browser of the reader's",
-    ("areal_async/rollout/README.md", "The chat template"): "a file of the reader's",
-    ("areal_async/rollout/README.md", "What a single call may ask for"): "a call in the middle of a workflow",
-    ("areal_async/rollout/README.md", "A number for each reply"): "the last line of a workflow",
-    ("areal_async/rollout/README.md", "Several policies in one workflow"): "a frozen model of 7 B parameters",
-    ("areal_async/rollout/README.md", "A reward model"): "half of workflows/preference.py, which tests/e2e runs",
-    ("areal_async/rollout/endpoint/README.md", "Agents that speak OpenAI's or Anthropic's API"): "settings alone",
-}
-"""File and heading -> why no test carries it out."""
-OF_THE_READER = ("FILE.py", "FILE.yaml", "workflows/mine.py", "workflows/mine_tool.py", "workflows/last_word.py")
+LANGUAGES = {*COMMANDS, "yaml", "", "{toctree}"}
+READERS_FILES = ("FILE.py", "FILE.yaml", "workflows/mine.py", "workflows/mine_tool.py", "workflows/last_word.py")
 """Files that the reader writes."""
+ALL = [block for file in document_files() for block in blocks_of(file)]
+MAX_LINES = {("README.md", "A first workflow"): 40, ("workflows/README.md", "Your first workflow"): 120}
+"""A page is enough for the tutorial, half of one for README.md."""
+MAX_README_LINES = 160
 
 
-class Block(NamedTuple):
-    file: str
-    heading: str
-    language: str
-    body: str
-
-
-def blocks() -> Iterator[Block]:
-    listed = subprocess.run(
-        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
-    for file in listed:
-        heading = ""
-        for _, title, language, body in FENCE.findall((ROOT / file).read_text(encoding="utf-8")):
-            heading = title or heading
-            if language in LANGUAGES:
-                yield Block(file, heading, language, body)
-
-
-ALL = list(blocks())
-
-
-def commands(body: str) -> Iterator[list[str]]:
+def words_of(block: Block) -> Iterator[list[str]]:
     """Yield the words of each command of a block, without what is piped or kept of it."""
-    lines = body.replace("\\\n", " ").splitlines()
-    prompts = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")] or lines
-    for line in prompts:
-        words = shlex.split(line, comments=True)
+    for command, _ in commands(block.body):
+        words = shlex.split(command, comments=True)
         if words[:1] == ["sbatch"]:
             words = shlex.split(words[-1].removeprefix("exec "))
         yield [word for word in words if word not in (">", "accounts.json")]
 
 
-def test_each_block_is_carried_out_or_it_is_said_why_not() -> None:
-    found = {(block.file, block.heading) for block in ALL}
+def complaint(block: Block) -> str | None:
+    """Return what is wrong with what stands above a block that is carried out by no test of the documents."""
+    if block.mark.startswith(RUN_BY):
+        test = block.mark.removeprefix(RUN_BY)
+        return None if test.startswith("tests/") and (ROOT / test).is_file() else f"there is no {test}"
+    kind = block.mark.removeprefix(NO_RUN).partition(";")[0]
+    return None if block.mark.startswith(NO_RUN) and kind in NOT_RUN else f"no kind of reason: {block.mark}"
 
-    assert not CARRIED_OUT.keys() & NOT_CARRIED_OUT.keys()
-    assert found == CARRIED_OUT.keys() | NOT_CARRIED_OUT.keys()
-    assert [test for test in CARRIED_OUT.values() if not (ROOT / test).exists()] == []
-    assert all(NOT_CARRIED_OUT.values())
+
+def test_each_block_of_commands_is_run_or_says_above_it_which_test_runs_it_or_why_none_does() -> None:
+    left_out = [one for one in ALL if one.language in COMMANDS and not one.is_carried_out]
+
+    assert [(one.file, one.heading, said) for one in left_out if (said := complaint(one))] == []
+    assert left_out
+
+
+def test_a_reason_that_is_none_is_found() -> None:
+    said = "not run: I would rather not", "not run", "run by tests/e2e/test_dreams.py", "run by README.md"
+
+    assert all(complaint(Block("README.md", "Install", mark, "console", "$ true\n")) for mark in said)
+
+
+def test_each_reason_stands_right_above_a_block_of_commands() -> None:
+    for file in document_files():
+        marks = re.findall(r"^<!-- ((?:not run|run by|numbers differ)[^\n]*) -->$", text_of(file), re.MULTILINE)
+
+        assert marks == [one.mark for one in blocks_of(file) if one.mark and one.language in COMMANDS], file
+
+
+def test_each_block_is_in_a_language_that_is_looked_after() -> None:
+    assert {one.language.split()[0] if one.language else "" for one in ALL} <= LANGUAGES | {"{reference}"}
 
 
 def test_each_command_is_of_verbs_options_settings_files_and_targets_that_are_there() -> None:
     num_checked = 0
     for block in ALL:
-        for words in commands(block.body) if block.language in ("console", "sh") else ():
+        for words in words_of(block) if block.language == "console" else ():
             match words:
                 case ["python", "-m", "areal_async", verb, *rest]:
                     check_verb(verb, rest)
@@ -131,7 +95,7 @@ def test_each_command_is_of_verbs_options_settings_files_and_targets_that_are_th
                 case ["python", "-m", module, *_]:
                     assert module == "pytest" or find_module(module), words
                 case ["python", file, *_]:
-                    assert (ROOT / file).exists(), words
+                    assert (ROOT / file).exists() or file == "plain.py", words
                 case _:
                     continue
             num_checked += 1
@@ -147,7 +111,7 @@ def check_verb(verb: str, rest: list[str]) -> None:
     for name in (word.removeprefix("--").partition("=")[0] for word in overrides if word.startswith("--")):
         assert annotation_at(Settings, name.split(".")) is not None, name
     files = [word.partition(":")[0] for word in own if word.endswith((".py", ".yaml"))]
-    assert [file for file in files if file not in OF_THE_READER and not (ROOT / file).exists()] == []
+    assert [file for file in files if file not in READERS_FILES and not (ROOT / file).exists()] == []
 
 
 def find_module(name: str) -> bool:
@@ -192,3 +156,16 @@ def test_each_block_of_python_can_be_parsed() -> None:
     for block in ALL:
         if block.language == "python":
             ast.parse(f"async def _() -> object:\n{textwrap.indent(block.body, '    ')}", filename=block.file)
+
+
+def test_the_chapters_are_short_and_the_options_that_they_name_in_passing_are_there() -> None:
+    words = set(re.findall(r"`(--[a-z]+)", chapter("workflows/README.md", "Your first workflow")))
+
+    shown = subprocess.run(
+        [sys.executable, "-m", "areal_async", "try", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+
+    assert {found: most for found, most in MAX_LINES.items() if len(chapter(*found).splitlines()) > most} == {}
+    assert len(text_of("README.md").splitlines()) <= MAX_README_LINES
+    assert words
+    assert all(f" {word} " in shown.replace("\n", " ") for word in words)
