@@ -44,7 +44,7 @@ from areal_async.launch.run import EMBEDDED, hold, launch
 from areal_async.launch.run_directory import FirstStart, RunDirectory
 from areal_async.launch.starts import Start
 from areal_async.launch.supervisor import RunEnd
-from areal_async.monitor.curves import Follower
+from areal_async.monitor.boards import BoardWriter
 from areal_async.monitor.display import choose_display
 from areal_async.monitor.report.summary import summarise
 from areal_async.monitor.view import RunView
@@ -141,11 +141,11 @@ def _run_locked(
     view = RunView(settings)
     display = choose_display(view, is_plain=is_plain)
 
-    follower = Follower(settings)
+    boards = BoardWriter(settings)
 
     async def watch(bus: Bus) -> None:
         async with anyio.create_task_group() as watching:
-            watching.start_soon(follower.run)
+            watching.start_soon(boards.run)
             await display.watch(bus)
 
     async def run_to_end() -> RunEnd:
@@ -168,7 +168,7 @@ def _run_locked(
             raise
         raise want from exc
     finally:
-        follower.close()
+        boards.close()
     if first is not None and not first.has_begun:
         say(f"run {name} {end.value} before it admitted a prompt: nothing of it is kept")
         return KILLED_STATUS if end is RunEnd.KILLED else 0

@@ -1,4 +1,4 @@
-"""What fine-tunings on a data set have in common (``sft``, ``reward-model``)."""
+"""Settings that the two kinds of fine-tuning on a data set have in common (``sft``, ``reward-model``)."""
 
 from pathlib import Path
 from typing import Literal, Self

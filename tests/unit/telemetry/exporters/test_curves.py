@@ -14,7 +14,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 
 from areal_async.config.settings import MetricsSettings, RunSettings, Settings
 from areal_async.errors import UserError
-from areal_async.monitor.curves import Follower
+from areal_async.monitor.boards import BoardWriter
 from areal_async.telemetry.exporters.curves import tag_of
 
 
@@ -49,7 +49,7 @@ def _num_written(directory: Path, tag: str) -> int:
 
 def test_steps_and_evaluations_become_curves_once_each(tmp_path: Path) -> None:
     """Whatever the number of looks at the files."""
-    follower = Follower(_settings(tmp_path))
+    follower = BoardWriter(_settings(tmp_path))
     _write(tmp_path / "seen" / "metrics.jsonl", _step(1, 0.1), _step(2, 0.2))
     follower.catch_up()
     _write(tmp_path / "seen" / "metrics.jsonl", _step(3, 0.3))
@@ -64,7 +64,7 @@ def test_steps_and_evaluations_become_curves_once_each(tmp_path: Path) -> None:
 
 def test_steps_that_are_done_anew_replace_those_they_replace_in_the_file(tmp_path: Path) -> None:
     """A restored trainer rewrites ``metrics.jsonl``; the board follows it."""
-    follower, path = Follower(_settings(tmp_path)), tmp_path / "seen" / "metrics.jsonl"
+    follower, path = BoardWriter(_settings(tmp_path)), tmp_path / "seen" / "metrics.jsonl"
     _write(path, _step(1, 0.1), _step(2, 0.2), _step(3, 0.3))
     follower.catch_up()
     _write(path.with_suffix(".tmp"), _step(1, 0.1), _step(2, 0.7))
@@ -78,7 +78,7 @@ def test_a_resumed_run_writes_its_history_once(tmp_path: Path) -> None:
     settings = _settings(tmp_path)
     _write(tmp_path / "seen" / "metrics.jsonl", _step(1, 0.1))
     for _ in range(2):
-        Follower(settings).close()
+        BoardWriter(settings).close()
     assert _num_written(tmp_path / "seen" / "tensorboard", "reward/mean") == 1
 
 
@@ -86,7 +86,7 @@ def test_a_disk_that_is_full_ends_the_curves_and_neither_the_run_nor_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever comes after it is neither raised nor waited for, however much of it."""
-    follower = Follower(_settings(tmp_path))
+    follower = BoardWriter(_settings(tmp_path))
     path = tmp_path / "seen" / "metrics.jsonl"
     _write(path, _step(1, 0.1))
     follower.catch_up()
@@ -105,7 +105,7 @@ def test_a_disk_that_is_full_ends_the_curves_and_neither_the_run_nor_its_end(
 def test_nothing_is_written_where_it_is_not_wanted(tmp_path: Path) -> None:
     """``metrics.tensorboard: false``."""
     _write_to = tmp_path / "seen" / "metrics.jsonl"
-    follower = Follower(_settings(tmp_path, tensorboard=False))
+    follower = BoardWriter(_settings(tmp_path, tensorboard=False))
     _write(_write_to, _step(1, 0.1))
     follower.close()
     assert not (tmp_path / "seen" / "tensorboard").exists()
@@ -118,7 +118,7 @@ def test_a_run_goes_on_without_a_board_that_is_not_installed_and_says_so_in_one_
     monkeypatch.setitem(sys.modules, "tensorboard", None)
 
     with capture_logs() as logs:
-        follower = Follower(_settings(tmp_path))
+        follower = BoardWriter(_settings(tmp_path))
         _write(tmp_path / "seen" / "metrics.jsonl", _step(1, 0.1))
         follower.close()
 
@@ -131,7 +131,7 @@ def test_a_run_goes_on_without_a_board_that_is_not_installed_and_says_so_in_one_
 def test_a_tracker_that_is_not_installed_is_said_in_one_sentence(tmp_path: Path) -> None:
     """Before the run starts."""
     with pytest.raises(UserError, match=r"need the package wandb; pip install areal-async\[wandb\]"):
-        Follower(_settings(tmp_path, wandb_project="mine"))
+        BoardWriter(_settings(tmp_path, wandb_project="mine"))
 
 
 def test_a_numbers_group_is_told_by_its_first_word() -> None:

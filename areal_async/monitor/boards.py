@@ -21,8 +21,8 @@ INTERVAL_S = 2.0
 log = structlog.get_logger()
 
 
-class Follower:
-    """What the boards were given so far."""
+class BoardWriter:
+    """Writes onto the boards of a run what its files have gained, and knows what is written already."""
 
     def __init__(self, settings: Settings) -> None:
         directory = settings.run_directory
