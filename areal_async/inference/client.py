@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from typing import Any, Self
 
 import anyio
+import httpx
 import msgspec
 import structlog
 
@@ -28,6 +29,7 @@ from areal_async.inference.http import (
     TRANSPORT_ERRORS,
     ServerApi,
     StreamClient,
+    StreamTransport,
     error_message,
     make_client,
 )
@@ -73,7 +75,7 @@ class InferenceClient:
         self._settings = settings
         self._vocab_size = vocab_size
         self._draws_by_seed = draws_by_seed(settings)
-        self._generation = StreamClient(max_connections=max_streams)
+        self._generation = StreamClient(StreamTransport(max_connections=max_streams))
         self.administration = make_client(max_connections=NUM_ADMIN_CONNECTIONS)
         parser = settings.tool_call_parser
         self.call_parser = EngineCallParser(pool, self.administration, name=parser) if parser is not None else None
@@ -203,9 +205,10 @@ class InferenceClient:
                 asyncio.timeout(limit_s) as deadline,
                 self._generation.post(f"{server.url}/generate", body, headers=tracing.headers()) as response,
             ):
-                if response.status != 200:
-                    raise refusal(response.status, await response.read())
-                async for data in response.content.iter_any():
+                if response.status_code != 200:
+                    raise refusal(response.status_code, await response.aread())
+                assert isinstance(response.stream, httpx.AsyncByteStream)
+                async for data in response.stream:
                     events = splitter.feed(data)
                     for event in events:
                         if event != DONE:

@@ -1,4 +1,4 @@
-"""Streams by aiohttp, and the administrative routes of one server by httpx over aiohttp's transport.
+"""httpx over aiohttp's transport: streams, and the administrative routes of one server.
 
 Generation and administration have separate connections: a weight update must not queue behind thousands of
 streams. Proxies of the environment are never used; every server is one of ours.
@@ -6,6 +6,7 @@ streams. Proxies of the environment are never used; every server is one of ours.
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 import aiohttp
@@ -27,6 +28,9 @@ MAX_CONTEXT_TOKENS = 1 << 40
 """No context is longer; a server that says so says nothing."""
 JSON = {"content-type": "application/json"}
 
+_HEADERS = httpx.Headers({**JSON, "accept-encoding": "identity"})
+_EXTENSIONS = {"timeout": httpx.Timeout(None, connect=CONNECT_S).as_dict()}
+_parsed = lru_cache(maxsize=1024)(httpx.URL)
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 TRANSPORT_ERRORS = (httpx.HTTPError, httpx.StreamError, aiohttp.ClientError, OSError)
@@ -43,35 +47,66 @@ def make_client(*, max_connections: int) -> httpx.AsyncClient:
     )
 
 
-class StreamClient:
-    """Posts JSON that is answered by a stream. An async context manager that owns the connections.
+class StreamTransport(httpx.AsyncBaseTransport):
+    """aiohttp's connections behind httpx's transport interface, with nothing between its reader and ours.
 
-    It is aiohttp's own client: what httpx and its transport do for each request and each event costs more than all the
-    rest of them. Its errors are aiohttp's; both libraries' are TRANSPORT_ERRORS.
+    httpx-aiohttp does the same for every request there can be, which costs twice as much for each event. Its errors
+    are httpx's, here they are aiohttp's: both are TRANSPORT_ERRORS.
     """
 
     def __init__(self, *, max_connections: int) -> None:
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(  # not earlier: it belongs to the running loop
-            connector=aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=KEEP_ALIVE_S, ssl=False),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={**JSON, "accept-encoding": "identity"},
-            timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_S),
-            auto_decompress=False,
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if self._session is None:  # not earlier: it belongs to the running loop
+            connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=KEEP_ALIVE_S, ssl=False)
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_S),
+                auto_decompress=False,
+            )
+        response = await self._session.request(
+            request.method, str(request.url), headers=request.headers, data=request.content, allow_redirects=False
         )
-        return self
+        return httpx.Response(response.status, headers=response.raw_headers, stream=_Body(response), request=request)
 
-    async def __aexit__(self, *exc_info: object) -> None:
+    async def aclose(self) -> None:
         if self._session is not None:
             await self._session.close()
 
+
+class _Body(httpx.AsyncByteStream):
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._response.content.iter_any()
+
+    async def aclose(self) -> None:
+        self._response.release()  # a connection with more to come is closed, not kept
+
+
+class StreamClient:
+    """Posts JSON that is answered by a stream. An async context manager that owns the connections.
+
+    It drives the transport itself: what an ``httpx.AsyncClient`` does for each request (merging headers, cookies,
+    authentication, redirects) is not needed here and costs more than all the rest of the request.
+    """
+
+    def __init__(self, transport: httpx.AsyncBaseTransport) -> None:
+        self._transport = transport
+
+    async def __aenter__(self) -> Self:
+        await self._transport.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._transport.aclose()
+
     @asynccontextmanager
-    async def post(
-        self, url: str, content: bytes, *, headers: Mapping[str, str]
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def post(self, url: str, content: bytes, *, headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
         """Send ``content`` and enter with the response as soon as its headers are there.
 
         Args:
@@ -80,12 +115,15 @@ class StreamClient:
         Raises:
             any of TRANSPORT_ERRORS: the connection broke, here or while the response is read.
         """
-        assert self._session is not None
-        response = await self._session.post(url, data=content, headers=headers, allow_redirects=False)
+        stream = httpx.ByteStream(content)  # given as a stream, httpx leaves the usual headers to the transport
+        merged = httpx.Headers({**_HEADERS, **headers}) if headers else _HEADERS
+        request = httpx.Request("POST", _parsed(url), headers=merged, stream=stream, extensions=_EXTENSIONS)
+        request.read()
+        response = await self._transport.handle_async_request(request)
         try:
             yield response
         finally:
-            response.release()  # a connection with more to come is closed, not kept
+            await response.aclose()
 
 
 class Checksums(NamedTuple):
