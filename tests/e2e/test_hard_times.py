@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from areal_async.monitor.tail import read_json_lines
 
+from areal_async.process.json_lines import read_json_lines
 from tests.e2e.scene import has
 from tests.e2e.terminal import Terminal
 from tests.e2e.test_run import DEADLINE_S, REPOSITORY, Run, assert_accounts, collect, events

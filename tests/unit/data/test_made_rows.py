@@ -8,7 +8,7 @@ import pytest
 
 from areal_async import user_files
 from areal_async.cli.checks import check_dataset
-from areal_async.config.settings import DatasetSettings, Settings
+from areal_async.config.settings import DatasetSettings
 from areal_async.config.sources import load_settings
 from areal_async.data import made_rows
 from areal_async.data.rows import check_columns, load_rows
@@ -138,5 +138,5 @@ def test_rows_come_from_one_place() -> None:
         with pytest.raises(UserError) as caught:
             load_settings(None, [f"--tasks=[{{dataset: {words}}}]"])
         assert says in str(caught.value)
-    seeds = load_settings(None, ["--tasks.0.dataset.seeds", "[0, 9]"], Settings)
+    seeds = load_settings(None, ["--tasks.0.dataset.seeds", "[0, 9]"])
     assert seeds.tasks[0].dataset.source == "seeds (0, 9)"
