@@ -52,11 +52,13 @@ class SandboxWorker:
         """Ends all of these."""
         self._own_bytes = 0
         """Memory that it takes without a program."""
+        self._is_started = False
+        """It has answered, and nothing that it was asked is unanswered: whoever started it may not have waited."""
 
     @property
     def is_running(self) -> bool:
         """Whether it can take a program."""
-        return self._process is not None and self._process.poll() is None
+        return self._is_started and self._process is not None and self._process.poll() is None
 
     async def start(self) -> None:
         """Start it.
@@ -73,6 +75,7 @@ class SandboxWorker:
                 await self._group.remove()
                 self._group = None
             self._own_bytes = await self._held_bytes()
+            self._is_started = True
         except (SandboxGone, TimeoutError):
             text = self._last_words()
             await self.stop()
@@ -107,6 +110,7 @@ class SandboxWorker:
 
     async def stop(self) -> None:
         """End it and whatever runs in it."""
+        self._is_started = False
         with anyio.CancelScope(shield=True):
             await self._ending.aclose()
         self._process = self._socket = self._group = None

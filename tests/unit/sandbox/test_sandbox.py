@@ -16,7 +16,7 @@ from areal_async.errors import RewardError, UserError
 from areal_async.sandbox import End, ProgramResult, Sandbox, SandboxLimits
 from areal_async.sandbox.control_group import PREFIX, ControlGroup, make_control_group
 from areal_async.sandbox.escape_suite import ESCAPES
-from areal_async.sandbox.worker import NUM_BESIDES
+from areal_async.sandbox.worker import NUM_BESIDES, SandboxWorker
 from tests.brokers import until
 from tools.sandbox_abuses import ABUSES
 
@@ -397,6 +397,23 @@ async def test_whoever_no_longer_waits_leaves_no_program_running(sandbox: Sandbo
         tasks.cancel_scope.cancel()
     await until(lambda: not any(map(is_sandboxed, running)))
     assert (await sandbox.run("print(1)")).stdout == b"1\n"
+
+
+async def test_whoever_does_not_wait_for_a_sandbox_to_start_leaves_none_that_gives_others_answers() -> None:
+    worker = SandboxWorker()
+    sandbox = Sandbox(limits=PATIENT)
+    sandbox._free = sandbox._all = [worker]
+    async with anyio.create_task_group() as starting:
+        starting.start_soon(sandbox.run, "print(1)")
+        await until(lambda: worker._process is not None)
+        starting.cancel_scope.cancel()
+
+    try:
+        for number in range(3):
+            execution = await sandbox.run(f"import sys; print({number}); sys.exit({number})")
+            assert (execution.status, execution.stdout) == (number, f"{number}\n".encode())
+    finally:
+        await sandbox._stop()
 
 
 async def test_a_sandbox_that_is_killed_is_replaced_and_the_program_runs_again(sandbox: Sandbox) -> None:
