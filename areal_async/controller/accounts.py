@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from areal_async.protocol.id_sets import GroupIds
 from areal_async.protocol.journal import Journal, without_slots
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.types import Admitted, Cut, GroupId, Outcome, OutcomeKind, Version
 
 RUN_ENDED = "the run ended first"
 """The reason of a group that the run's end found unsettled."""
+ENDED_EARLY = "its name was used before it was admitted"
+"""The reason of a group that had an end before it could have a ticket: whoever may store trajectories may name any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +73,10 @@ class Accounts:
     """Why the last one of them ended so."""
     readmissions: Readmissions = field(default_factory=Readmissions)
     """Every re-admission ever due, in the order of the log; ``admitted.num_readmitted`` is the cursor."""
+    readmitted: GroupIds = field(default_factory=GroupIds)
+    """Names of all re-admissions ever due."""
+    ended_early: GroupIds = field(default_factory=GroupIds)
+    """Groups in a cut or with an outcome that did not count, as they were not admitted."""
     again_after_death: set[GroupId] = field(default_factory=set)
     """Dead groups that the operator has had tried again."""
     _num_settled_untrained: int = 0
@@ -87,6 +94,8 @@ class Accounts:
         if outcome.kind is OutcomeKind.READMITTED:
             self._readmit_dead(outcome.group_id)
             return
+        if outcome.reason == ENDED_EARLY:  # whatever its first end is to those who read it now that it is admitted
+            self._readmit(outcome.group_id, num_failed_attempts=outcome.num_failed_attempts)
         if not self.journal.add_outcome(outcome) or outcome.kind is OutcomeKind.TRAINED:
             return
         self.journal.remove_from_cuts(outcome.group_id)
@@ -111,7 +120,9 @@ class Accounts:
 
     def _readmit(self, group_id: str, *, num_failed_attempts: int) -> None:
         item = Readmission(group_id=GroupId.parse(group_id).next_attempt, num_failed_attempts=num_failed_attempts)
-        self.readmissions.append(item)
+        if str(item.group_id) not in self.readmitted:
+            self.readmitted.add(str(item.group_id))
+            self.readmissions.append(item)
 
     def is_dead(self, group_id: str) -> bool:
         """Say whether a group ended ``dead``, whatever was asked for its prompt since."""

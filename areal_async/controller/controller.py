@@ -22,7 +22,7 @@ import structlog
 from areal_async.bus import Bus, Message, serving
 from areal_async.config.live import settings_now
 from areal_async.config.settings import Settings
-from areal_async.controller.accounts import Accounts, Readmission
+from areal_async.controller.accounts import ENDED_EARLY, Accounts, Readmission
 from areal_async.controller.admission import Admission, AdmissionOrder, left_over, missing_for_admission, next_admission
 from areal_async.controller.curriculum import Visits
 from areal_async.controller.evaluation import Evaluator
@@ -38,7 +38,7 @@ from areal_async.process.failpoints import failpoint
 from areal_async.protocol.run_state import Changes, Control, RunState, ServerState
 from areal_async.protocol.staleness import max_groups_in_flight
 from areal_async.protocol.subjects import ADMITTED, CHANGES, CONTROL, RUN_STATE
-from areal_async.protocol.types import Admitted, Cut, GroupId, Outcome, Ticket, Version, WeightsVersion
+from areal_async.protocol.types import Admitted, Cut, GroupId, Outcome, OutcomeKind, Ticket, Version, WeightsVersion
 from areal_async.telemetry import spans, wait_graph
 
 SERVER_POLL_S = 0.1
@@ -155,9 +155,9 @@ class Controller:
         self._log_sequence = message.sequence
         if isinstance(entry, Cut):
             # Who may store trajectories may name any group; one that was not admitted has no credit to return.
-            entry = msgspec.structs.replace(entry, groups=[one for one in entry.groups if self._may_be(one.group_id)])
+            entry = msgspec.structs.replace(entry, groups=[one for one in entry.groups if self._counts(one.group_id)])
             self._accounts.add_cut(entry, sequence=message.sequence)
-        elif isinstance(entry, Outcome) and not self._may_be(entry.group_id):
+        elif isinstance(entry, Outcome) and not self._counts(entry.group_id):
             await self._bus.dead_letter(message, f"group {entry.group_id}: not admitted, of {len(self._tasks)} prompts")
             return
         elif isinstance(entry, Outcome):
@@ -165,8 +165,16 @@ class Controller:
         if self._order.curriculum is not None and isinstance(entry, Cut | Outcome):
             self._visits.read(entry)
 
-    def _may_be(self, group_id: str) -> bool:
-        return self._order.may_be_admitted(GroupId.parse(group_id), self._accounts.admitted)
+    def _counts(self, group_id: str) -> bool:
+        """Say whether a group may have a ticket, and note one that has ended without."""
+        group, accounts = GroupId.parse(group_id), self._accounts
+        if group.attempt:
+            counts = group_id in accounts.readmitted
+        else:
+            counts = self._order.may_be_admitted(group, accounts.admitted)
+        if not counts:
+            accounts.ended_early.add(group_id)
+        return counts
 
     def _stop_after_failures(self) -> None:
         limit = self._settings.run.max_failed_groups
@@ -221,7 +229,10 @@ class Controller:
         failpoint("controller.before_tickets")
         async with anyio.create_task_group() as publishing:
             for number, item in enumerate(admission.items, start=admission.first_number):
-                publishing.start_soon(self._publish_ticket, item, str(admission.version), number)
+                if str(item.group_id) in self._accounts.ended_early:  # nothing that comes of it would be trained
+                    publishing.start_soon(self._end_early, item)
+                else:
+                    publishing.start_soon(self._publish_ticket, item, str(admission.version), number)
         failpoint("controller.before_cursor")
         try:
             self._admitted_revision = await self._bus.compare_and_set(
@@ -248,6 +259,18 @@ class Controller:
         )
         with spans.admitted(ticket):
             await self._bus.publish(self._bus.names.tickets(workflow), ticket, msg_id=f"ticket.{item.group_id}")
+
+    async def _end_early(self, item: Readmission) -> None:
+        """Return the credit of a group that has an end already, and have its prompt tried under another name."""
+        outcome = Outcome(
+            group_id=str(item.group_id),
+            kind=OutcomeKind.ABANDONED,
+            lineage=self._accounts.journal.lineage,
+            reason=ENDED_EARLY,
+            num_failed_attempts=item.num_failed_attempts,
+        )
+        with spans.settled(outcome):
+            await self._bus.publish(self._bus.names.outcomes, outcome, msg_id=f"early.{outcome.group_id}")
 
     # the end
 

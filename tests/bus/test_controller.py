@@ -20,6 +20,7 @@ from areal_async.config.settings import (
     Settings,
     TaskSettings,
 )
+from areal_async.controller import admission
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.accuracy import interval_95
 from areal_async.controller.controller import Controller
@@ -243,6 +244,50 @@ async def test_a_restarted_controller_repeats_and_skips_nothing(
     assert after[4].num_failed_attempts == 1
     async with controlling(open_role, settings) as controller:
         assert len(await world.tickets(5, controller)) == 5
+
+
+async def test_ends_of_attempts_that_nobody_was_given_return_no_credit_and_readmit_nothing(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    await world.hold("1-0")
+    async with controlling(open_role, settings) as controller:
+        first = await world.tickets(4, controller)
+        prompt = first[0].group_id.removesuffix("-0")
+        for attempt in (1, 5, 6, 7):
+            await world.outcome(f"{prompt}-{attempt}", OutcomeKind.FAILED, failed=1)
+        await world.outcome(first[1].group_id, OutcomeKind.STALE)
+
+        after = await world.tickets(5, controller)
+
+        assert [one.group_id.split("-")[2] for one in after] == ["0"] * 5
+        assert controller.report()["in_flight"] == 4
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+async def test_a_group_that_ended_before_it_was_admitted_keeps_no_credit_and_its_prompt_is_tried_under_another_name(
+    open_role: OpenRole, settings: Settings, world: World, monkeypatch: pytest.MonkeyPatch, is_cut: bool
+) -> None:
+    monkeypatch.setattr(admission, "ADMISSION_BATCH", 1)
+    early = str(Sampler(5, seed=settings.run.seed).group_at(5))
+    await world.hold("1-0")
+    async with controlling(open_role, settings) as controller:
+        first = await world.tickets(4, controller)
+        if is_cut:
+            await world.cut(CutKind.CUT, 1, [early])
+        await world.outcome(early, OutcomeKind.TRAINED if is_cut else OutcomeKind.FAILED)
+        await world.outcome(first[0].group_id, OutcomeKind.STALE)
+        await world.tickets(5, controller)
+        await world.outcome(first[1].group_id, OutcomeKind.STALE)
+
+        tickets = await world.tickets(6, controller)
+
+        assert tickets[5].group_id == early.removesuffix("0") + "1"
+        assert controller.report()["in_flight"] == 4
+    await world.hold("1-1")
+    async with controlling(open_role, settings) as controller:
+        assert await world.tickets(6, controller) == tickets
+        await world.outcome(tickets[5].group_id, OutcomeKind.FAILED, failed=1)
+        assert (await world.tickets(7, controller))[6].group_id == early.removesuffix("0") + "2"
 
 
 async def test_failures_one_after_another_end_the_run_with_their_cause(
