@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from areal_async.trainer.batch.planner import StreamRoom
+from areal_async.trainer.batch.cut import StreamRoom
 from tests.protocol.oracle import Violation
 from tests.protocol.roles import NodeModel, Roles
 from tests.protocol.world import ARMED, Config, World, any_config

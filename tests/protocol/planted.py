@@ -35,9 +35,9 @@ from areal_async.protocol.types import (
     StoredMessage,
 )
 from areal_async.trainer.batch import planner
-from areal_async.trainer.batch.cut import CutPlan, OpenGroup, SpanAge, plan_cut
+from areal_async.trainer.batch.cut import OpenGroup, SpanAge
 from areal_async.trainer.batch.lineage import Lineage
-from areal_async.trainer.batch.planner import BatchPlanner
+from areal_async.trainer.batch.planner import BatchPlanner, CutPlan, plan_cut
 from tests.protocol.broker import NAMES, ModelBus, TicketDelivery
 from tests.protocol.roles import ControllerModel, NodeModel
 from tests.protocol.trainer import ModelLedger, TrainerModel

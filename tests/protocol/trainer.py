@@ -20,9 +20,10 @@ from areal_async.protocol.types import (
     Version,
     WeightsVersion,
 )
+from areal_async.trainer.batch.cut import RetryLater, Settle, StreamRoom, Write
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.payloads import BatchSlot, slots_of
-from areal_async.trainer.batch.planner import BatchPlanner, RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.planner import BatchPlanner
 from areal_async.trainer.batch.step import part_usable
 from tests.protocol.broker import NAMES, effect, idle
 

@@ -30,8 +30,8 @@ from areal_async.protocol.types import (
     Version,
     mean,
 )
-from areal_async.trainer.batch.cut import CutRules
-from areal_async.trainer.batch.planner import BatchPlanner, RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.cut import CutRules, RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.planner import BatchPlanner
 
 NUM_PROMPTS = 5000
 GROUP_SIZE = 2

@@ -1,12 +1,11 @@
-"""Which groups train in a step: open groups with the slots that are stored, and the rule that cuts a batch out of them.
+"""What a batch is cut out of: open groups with the slots that are stored, the rules, and what may be decided of them.
 
-Pure. A group is *due* in the last step that its oldest version allows. Under ``when_stale: wait`` every
-due group goes into the cut, even beyond ``batch_groups``, and an incomplete one is waited for, so long
-answers are not starved; the room left goes to the oldest complete groups.
+Pure; the ``planner`` decides.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Literal, NamedTuple
 
 from areal_async.algorithms.credit import has_differing_replies, sibling_of
@@ -15,6 +14,8 @@ from areal_async.protocol.types import Cut, CutGroup, CutSlot, OutcomeKind, Slot
 
 SpanAge = Callable[[Version, Version], int]
 """Greatest age, in the step that is being cut, of a token sampled between two versions."""
+SCARCE_SHARE = 0.8
+"""Part of the stream's bytes beyond which a checkpoint is made early, so that acks free the stream."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -124,53 +125,49 @@ class CutRules:
         return self.of_task.get(group.workflow) or GroupRules(self.min_group_size, self.group_deadline_s)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CutPlan:
-    """Groups that a step would train, and those that it still waits for."""
+class StreamRoom(IntEnum):
+    """Room left in the stream of trajectories."""
 
-    taken: list[OpenGroup]
-    stale: list[OpenGroup]
-    """Complete, but too old for this step: never trained."""
-    waits_for: list[OpenGroup]
-    """Groups that are due and incomplete."""
-    num_missing: int
-    """Number of complete groups still wanted to fill the batch."""
+    NONE = 0
+    """A producer may be waiting for room."""
+    SCARCE = 1
+    """Nobody has to wait yet."""
+    AMPLE = 2
 
-    @property
-    def is_ready(self) -> bool:
-        return not self.waits_for and self.num_missing == 0
+    @classmethod
+    def of(cls, num_bytes: int, *, largest: int, limit: int) -> "StreamRoom":
+        """Return the room of a stream of ``limit`` bytes that holds ``num_bytes``, for messages up to ``largest``."""
+        if num_bytes + largest > limit:
+            return cls.NONE
+        return cls.SCARCE if num_bytes >= SCARCE_SHARE * limit else cls.AMPLE
 
 
-def plan_cut(
-    groups: Iterable[OpenGroup],
-    *,
-    age: SpanAge,
-    batch_groups: int,
-    max_staleness: int,
-    when_stale: Literal["wait", "mask", "drop"],
-) -> CutPlan:
-    """Choose the batch of one step.
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """End these groups without training them."""
 
-    Args:
-        groups: open groups; complete ones must be able to train (``verdict`` is None).
-        age: in the step that will use the batch.
-    """
-    stale, due, others, waits_for = [], [], [], []
-    for group in groups:
-        oldest_age = group.oldest_age(age)
-        if not group.is_complete:
-            if when_stale == "wait" and oldest_age >= max_staleness:
-                waits_for.append(group)
-        elif oldest_age > max_staleness and (when_stale != "mask" or group.youngest_age(age) > max_staleness):
-            stale.append(group)
-        elif oldest_age >= max_staleness:
-            due.append(group)
-        else:
-            others.append((-oldest_age, group.order, group))
-    others.sort(key=lambda item: item[:2])
-    room = max(0, batch_groups - len(due))
-    taken = sorted(due, key=lambda group: group.order) + [group for _, _, group in others[:room]]
-    return CutPlan(taken=taken, stale=stale, waits_for=waits_for, num_missing=max(0, batch_groups - len(taken)))
+    group_ids: list[str]
+    kind: OutcomeKind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Add this entry to the journal."""
+
+    entry: Cut
+
+
+@dataclass(frozen=True, slots=True)
+class RetryLater:
+    """Ask again when something has changed, or after a while."""
+
+    what_for: str
+    on: tuple[str, ...] = ()
+    """Names in ``wait_graph`` of what is waited for; none for the trainer's own next step."""
+
+
+Decision = Settle | Write | RetryLater
 
 
 def ages_in(cut: Cut, lineage: int) -> Callable[[Version], int]:

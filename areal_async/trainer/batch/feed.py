@@ -29,10 +29,10 @@ from areal_async.protocol.subjects import CHANGES
 from areal_async.protocol.types import Cut, GroupId, Outcome, OutcomeKind, StoredMessage, Ticket, Version
 from areal_async.protocol.wire import decode_headers
 from areal_async.telemetry import spans, wait_graph
-from areal_async.trainer.batch.cut import CutRules, GroupRules
+from areal_async.trainer.batch.cut import CutRules, GroupRules, RetryLater, Settle, StreamRoom, Write
 from areal_async.trainer.batch.limits import TrainingLimits
 from areal_async.trainer.batch.lineage import Lineage
-from areal_async.trainer.batch.planner import BatchPlanner, RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.planner import BatchPlanner
 
 INBOX_BATCH = 512
 DECISION_POLL_S = 1.0

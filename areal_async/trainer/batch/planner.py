@@ -14,8 +14,7 @@ what is late of a group, however long ago it ended.
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Generic
+from typing import Generic, Literal
 
 from areal_async.errors import FencedError
 from areal_async.protocol.id_sets import GroupIds
@@ -34,61 +33,31 @@ from areal_async.protocol.types import (
     mean,
 )
 from areal_async.telemetry import wait_graph
-from areal_async.trainer.batch.cut import CutPlan, CutRules, OpenGroup, SpanAge, plan_cut
+from areal_async.trainer.batch.cut import CutRules, Decision, OpenGroup, RetryLater, Settle, SpanAge, StreamRoom, Write
 from areal_async.trainer.batch.messages import D, UnackedMessages
 
 OVER_AGE = "older than max_staleness"
 MAX_NAMED = 3
 """Groups named when saying what is waited for."""
-SCARCE_SHARE = 0.8
-"""Part of the stream's bytes beyond which a checkpoint is made early, so that acks free the stream."""
 NOT_TRAINED = (OutcomeKind.FILTERED, OutcomeKind.STALE)
 """Ends of whole groups that are not trained: their outcome says what their rewards were."""
 
 
-class StreamRoom(IntEnum):
-    """Room left in the stream of trajectories."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutPlan:
+    """Groups that a step would train, and those that it still waits for."""
 
-    NONE = 0
-    """A producer may be waiting for room."""
-    SCARCE = 1
-    """Nobody has to wait yet."""
-    AMPLE = 2
+    taken: list[OpenGroup]
+    stale: list[OpenGroup]
+    """Complete, but too old for this step: never trained."""
+    waits_for: list[OpenGroup]
+    """Groups that are due and incomplete."""
+    num_missing: int
+    """Number of complete groups still wanted to fill the batch."""
 
-    @classmethod
-    def of(cls, num_bytes: int, *, largest: int, limit: int) -> "StreamRoom":
-        """Return the room of a stream of ``limit`` bytes that holds ``num_bytes``, for messages up to ``largest``."""
-        if num_bytes + largest > limit:
-            return cls.NONE
-        return cls.SCARCE if num_bytes >= SCARCE_SHARE * limit else cls.AMPLE
-
-
-@dataclass(frozen=True, slots=True)
-class Settle:
-    """End these groups without training them."""
-
-    group_ids: list[str]
-    kind: OutcomeKind
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """Add this entry to the journal."""
-
-    entry: Cut
-
-
-@dataclass(frozen=True, slots=True)
-class RetryLater:
-    """Ask again when something has changed, or after a while."""
-
-    what_for: str
-    on: tuple[str, ...] = ()
-    """Names in ``wait_graph`` of what is waited for; none for the trainer's own next step."""
-
-
-Decision = Settle | Write | RetryLater
+    @property
+    def is_ready(self) -> bool:
+        return not self.waits_for and self.num_missing == 0
 
 
 class BatchPlanner(Generic[D]):
@@ -439,6 +408,42 @@ class BatchPlanner(Generic[D]):
         deadline_s = min(overdue.values())  # those of another deadline are asked for next
         reason = f"still incomplete {deadline_s:g} s after the trainer began to wait for it"
         return Settle(sorted(name for name in overdue if overdue[name] == deadline_s), OutcomeKind.FAILED, reason)
+
+
+def plan_cut(
+    groups: Iterable[OpenGroup],
+    *,
+    age: SpanAge,
+    batch_groups: int,
+    max_staleness: int,
+    when_stale: Literal["wait", "mask", "drop"],
+) -> CutPlan:
+    """Choose the batch of one step.
+
+    A group is *due* in the last step that its oldest version allows. Under ``when_stale: wait`` every due group goes
+    into the cut, even beyond ``batch_groups``, and an incomplete one is waited for, so long answers are not starved;
+    the room left goes to the oldest complete groups.
+
+    Args:
+        groups: open groups; complete ones must be able to train (``verdict`` is None).
+        age: in the step that will use the batch.
+    """
+    stale, due, others, waits_for = [], [], [], []
+    for group in groups:
+        oldest_age = group.oldest_age(age)
+        if not group.is_complete:
+            if when_stale == "wait" and oldest_age >= max_staleness:
+                waits_for.append(group)
+        elif oldest_age > max_staleness and (when_stale != "mask" or group.youngest_age(age) > max_staleness):
+            stale.append(group)
+        elif oldest_age >= max_staleness:
+            due.append(group)
+        else:
+            others.append((-oldest_age, group.order, group))
+    others.sort(key=lambda item: item[:2])
+    room = max(0, batch_groups - len(due))
+    taken = sorted(due, key=lambda group: group.order) + [group for _, _, group in others[:room]]
+    return CutPlan(taken=taken, stale=stale, waits_for=waits_for, num_missing=max(0, batch_groups - len(taken)))
 
 
 def _describe(step: int, plan: CutPlan) -> str:

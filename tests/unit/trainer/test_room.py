@@ -5,8 +5,8 @@ import pytest
 from areal_async.config.settings import RolloutSettings
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Cut, CutKind, OutcomeKind, Slot, SlotStatus, StoredMessage, Ticket
-from areal_async.trainer.batch.cut import CutRules
-from areal_async.trainer.batch.planner import BatchPlanner, RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.cut import CutRules, RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.planner import BatchPlanner
 
 RULES = CutRules(
     last_step=9,

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.protocol.types import CutSlot, OutcomeKind, Slot, SlotStatus, StoredMessage, Version
-from areal_async.trainer.batch.cut import CutPlan, OpenGroup, plan_cut
+from areal_async.trainer.batch.cut import OpenGroup
+from areal_async.trainer.batch.planner import CutPlan, plan_cut
 
 
 def _slot(sibling: int, *, version: int = 0, status: SlotStatus = SlotStatus.SCORED, uid: str = "a") -> Slot:

@@ -9,16 +9,8 @@ import pytest
 from areal_async.errors import FencedError
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind, Slot, SlotStatus, StoredMessage
-from areal_async.trainer.batch.cut import CutRules, GroupRules
-from areal_async.trainer.batch.planner import (
-    OVER_AGE,
-    BatchPlanner,
-    Decision,
-    RetryLater,
-    Settle,
-    StreamRoom,
-    Write,
-)
+from areal_async.trainer.batch.cut import CutRules, Decision, GroupRules, RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.planner import OVER_AGE, BatchPlanner
 
 
 def _message(
