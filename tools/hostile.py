@@ -48,7 +48,6 @@ from areal_async.trainer.batch.step import (
     add_up_info,
     agree_on_batch,
     batch_metrics,
-    build_rows,
     metrics_line,
 )
 from areal_async.trainer.engine.engines import Engines, EngineThreads
@@ -56,7 +55,7 @@ from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.output.archive import write_archive
 from areal_async.trainer.packing.rows import TrainRow
-from areal_async.trainer.step_calls import StepCalls, StepReport
+from areal_async.trainer.shards import ShardTrainer, StepReport, build_rows
 
 MODEL: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
@@ -281,7 +280,7 @@ class Course:
         )
         self._engines = Engines.for_run(self.settings, ranks)
         threads = EngineThreads.for_run(self.settings, ranks, EngineThread())
-        self._calls = StepCalls(self.settings, engines=self._engines, threads=threads)
+        self._shards = ShardTrainer(self.settings, engines=self._engines, threads=threads)
         self._target = Target(vocab_size=self._engines.vocab_size)
         self._limits = TrainingLimits(self.settings, vocab_size=self._engines.vocab_size)
         self._directory = directory
@@ -368,7 +367,7 @@ class Course:
         done: list[StepReport] = []
 
         async def run() -> None:  # a result would be printed by the loop's runner, into an error that nobody sees
-            done.append(await self._calls.run(rows, batch, step=STEP, settings=self.settings))
+            done.append(await self._shards.run_calls(rows, batch, step=STEP, settings=self.settings))
 
         anyio.run(run)
         return done[0]

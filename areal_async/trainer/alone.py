@@ -30,11 +30,11 @@ from areal_async.config.sources import load_settings
 from areal_async.process.parent_death import die_with_parent
 from areal_async.protocol.types import Cut, Version
 from areal_async.protocol.wire import decode_slot, encode_trajectory
-from areal_async.trainer.batch.payloads import SlotKey, slots_of
+from areal_async.trainer.batch.payloads import RankShard, SlotKey, slots_of
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import joined_ranks
 from areal_async.trainer.engine.threads import EngineThread
-from areal_async.trainer.shards import RankShard, ShardTrainer
+from areal_async.trainer.shards import ShardTrainer
 
 DEADLINE_S = 600.0
 """Seconds that each of its own collectives may take; they wait for nobody."""

@@ -1,7 +1,7 @@
 """The trainer's ring: cut -> payloads -> rows -> step -> weights -> event, the same on every rank.
 
-``run_prefetch``  consumes the journal; waits for the next cut; produces verified payloads one step ahead;
-                  unblocked by rank 0's feed
+``run_prefetch``  (of the ``JournalReader``) consumes the journal; waits for the next cut; produces verified payloads
+                  one step ahead; unblocked by rank 0's feed
 ``run_steps``     consumes those; waits for them and for its peers; produces a weights version per step, an
                   archive file, and copies for a checkpoint when due, which is written meanwhile; unblocks the
                   planner (``BatchFeed.allow``) and, through the announced weights, the servers and the controller
@@ -10,25 +10,25 @@ The asyncio side waits, the engine's one thread computes. Collectives are called
 rank; which steps exist is decided by the journal alone.
 """
 
+import functools
 import time
 from pathlib import Path
 
 import anyio
 import structlog
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from anyio.streams.memory import MemoryObjectReceiveStream
 
 from areal_async.config.settings import Settings
-from areal_async.protocol.types import CutKind, Metrics
+from areal_async.protocol.types import Metrics
 from areal_async.telemetry import spans, wait_graph
 from areal_async.trainer.batch.feed import BatchFeed
-from areal_async.trainer.batch.payloads import GONE, SlotKey
+from areal_async.trainer.batch.payloads import GONE, RankShard
 from areal_async.trainer.batch.reader import JournalReader
 from areal_async.trainer.batch.step import StepResult, metrics_line
 from areal_async.trainer.health import HISTORY_STEPS, Health
 from areal_async.trainer.output.archive import MetricsFile
 from areal_async.trainer.output.checkpointer import Checkpointer
 from areal_async.trainer.output.publisher import WeightsPublisher
-from areal_async.trainer.shards import RankShard
 from areal_async.trainer.step_runner import StepRunner
 
 log = structlog.get_logger()
@@ -150,7 +150,8 @@ class Trainer:
                     await self._feed.give_up_cuts(after_step=self.step, why=why)
                 break
             # What cannot be trained for another reason falls out, as it does when a cut is new.
-            result = await self._run_step(shard, missing, waited_s=0.0)
+            self._begin_step(shard.cut.step)
+            result = await self._runner.run(shard, missing, waited_s=0.0)
             await self._record(result, weights_s=0.0)
             if self.step == due_step:
                 await self._checkpoint()
@@ -161,24 +162,14 @@ class Trainer:
         """Train the cuts of this lineage, until its journal ends or a stop."""
         send, receive = anyio.create_memory_object_stream[RankShard | None](0)
         async with anyio.create_task_group() as loops:
-            loops.start_soon(self._run_prefetch, send, self.step + 1)
+            prefetch = functools.partial(
+                self._reader.run_prefetch, first_step=self.step + 1, lineage=self._runner.lineage
+            )
+            loops.start_soon(prefetch, self._runner.fetcher.fetch, send)
             if self._feed is not None:
                 self._feed.allow(self.step + 1)
                 loops.start_soon(self._feed.run_journal, self.step + 1)
             await self._run_steps(receive)
-
-    async def _run_prefetch(self, send: MemoryObjectSendStream[RankShard | None], first_step: int) -> None:
-        """Hand over what the journal says next: a batch, or None for a checkpoint before it."""
-        lineage = self._runner.lineage
-        async with send:
-            step, is_checkpointed = first_step, False
-            while entry := await self._reader.next_entry(step, lineage=lineage, is_checkpointed=is_checkpointed):
-                is_checkpointed = entry.kind is CutKind.CHECKPOINT
-                try:
-                    await send.send(None if is_checkpointed else await self._runner.fetch(entry))
-                except anyio.BrokenResourceError:
-                    return  # stopped before this step
-                step += not is_checkpointed
 
     async def _run_steps(self, receive: MemoryObjectReceiveStream[RankShard | None]) -> None:
         async with receive:
@@ -195,7 +186,8 @@ class Trainer:
                 missing = await self._runner.exchange(shard, stop=self._wants_stop)
                 if missing is None:
                     return
-                result = await self._run_step(shard, missing, waited_s=time.monotonic() - since)
+                self._begin_step(shard.cut.step)
+                result = await self._runner.run(shard, missing, waited_s=time.monotonic() - since)
                 weights_since = time.monotonic()
                 await self._publish_weights()
                 await self._record(result, weights_s=time.monotonic() - weights_since)
@@ -204,12 +196,10 @@ class Trainer:
                 if self._feed is not None:
                     self._feed.allow(self.step + 1)
 
-    async def _run_step(self, shard: RankShard, missing: dict[SlotKey, str], *, waited_s: float) -> StepResult:
-        step = shard.cut.step
+    def _begin_step(self, step: int) -> None:
         self._state = f"training step {step}"
         if self._feed is not None and self._settings.rollout.max_staleness > 0:
             self._feed.allow(step + 1)
-        return await self._runner.run(shard, missing, waited_s=waited_s)
 
     # what a step leaves behind
 

@@ -22,14 +22,14 @@ from areal_async.config.settings import Settings
 from areal_async.config.sources import dump_settings
 from areal_async.errors import UserError
 from areal_async.protocol.types import Cut, CutSlot, Metrics, Version
-from areal_async.trainer.batch.payloads import BatchSlot
+from areal_async.trainer.batch.payloads import BatchSlot, RankShard
 from areal_async.trainer.batch.step import StepResult, agree_on_batch, metrics_line
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.output.archive import MetricsFile
 from areal_async.trainer.output.archive_reader import ArchivedTrajectory, Line, read_recorded, whole_steps
-from areal_async.trainer.shards import RankShard, ShardTrainer
+from areal_async.trainer.shards import ShardTrainer
 
 TOLERANCE = 1e-6
 """Relative, between a loss and the recorded one, where nothing was changed."""

@@ -1,44 +1,53 @@
-"""One rank's shard of a batch, trained: the same way in a run, in a replay, and where a failing group is looked for."""
+"""One rank's shard of a batch, as rows through the calls of a step.
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+It goes the same way in a run, in a replay, and where a failing group is looked for.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from areal_async.algorithms.advantages import advantage_rule
+from areal_async.algorithms.advantages import spread_over_tokens
+from areal_async.algorithms.dataflow import FunctionCall, execute, plain_name
+from areal_async.algorithms.graphs import ELSEWHERE, step_graph
 from areal_async.config.live import settings_of_step
 from areal_async.config.settings import Settings
-from areal_async.protocol.types import Cut, Trajectory, Version
-from areal_async.telemetry import wait_graph
+from areal_async.errors import StalenessError
+from areal_async.protocol.types import NOT_CREDITED, Cut, Trajectory, Version
+from areal_async.telemetry import spans, wait_graph
 from areal_async.trainer.batch.culprits import said_by
 from areal_async.trainer.batch.cut import ages_in
-from areal_async.trainer.batch.payloads import BatchSlot, SlotKey, shard_of
+from areal_async.trainer.batch.payloads import BatchSlot, RankShard, SlotKey, shard_of
 from areal_async.trainer.batch.step import (
     AgeStats,
     AgreedBatch,
     ShardStats,
     add_up_info,
-    agree_on_batch,
+    agree_in_run,
     batch_metrics,
-    build_rows,
 )
 from areal_async.trainer.engine.engines import Engines, EngineThreads
-from areal_async.trainer.step_calls import StepCalls, StepReport
+from areal_async.trainer.engine.stats import StepStats
+from areal_async.trainer.packing.rows import TrainRow
+from areal_async.trainer.step_calls import RunningStep, StepCalls, Values
+
+_STEP_BITS = 0xFFFFFFFF
+"""Bits of a packed version that hold its step. Versions are compared by step: a replayed one stands in for the lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankShard:
-    """This rank's part of a cut, fetched."""
+class StepReport:
+    """Results of the calls of a step."""
 
-    cut: Cut
-    slots: list[BatchSlot]
-    """Slots of the whole cut, the same on every rank."""
-    mine: list[BatchSlot]
-    """Slots of this rank."""
-    trajectories: dict[int, Trajectory]
-    """Payloads of ``mine``, by position in the batch."""
-    missing: dict[SlotKey, str]
-    """Slots of ``mine`` that cannot be trained, each with why."""
+    stats: StepStats
+    others: dict[str, float]
+    """Numbers of the models beside the policy, for the step's line; none where there are none."""
+    rows: list[TrainRow]
+    """Rows of this rank, with the advantages that the policy was trained with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +68,8 @@ class ShardTrainer:
         self._settings = settings
         self._engines = engines
         self._threads = threads
-        self._calls = StepCalls(settings, engines=engines, threads=threads)
+        self._calls = StepCalls(settings, engines)
+        self._graph = step_graph(settings).rest(ELSEWHERE)
         self._dims = engines.actor.dims
 
     def own_slots(self, slots: Sequence[BatchSlot]) -> list[BatchSlot]:
@@ -70,17 +80,6 @@ class ShardTrainer:
             num_ranks=self._dims.data.size,
             flops=self._engines.actor.flops,
             num_minibatches=self._settings.algorithm.num_minibatches,
-        )
-
-    def agree(self, slots: Sequence[BatchSlot], missing: Iterable[SlotKey]) -> AgreedBatch:
-        """Return what every rank trains of a cut of which these slots are missing."""
-        settings = self._settings
-        return agree_on_batch(
-            slots,
-            missing,
-            min_group_size=settings.rollout.min_group_size,
-            min_group_sizes={task.name: settings.rollout_of(task.name).min_group_size for task in settings.tasks},
-            rule=advantage_rule(settings),
         )
 
     def settings_of(self, cut: Cut) -> Settings:
@@ -108,8 +107,41 @@ class ShardTrainer:
             masks_stale=cut.masks_stale,
             temperature=self._settings.rollout.sampling.temperature,
         )
-        report = await self._calls.run(rows, batch, step=cut.step, settings=self.settings_of(cut))
+        report = await self.run_calls(rows, batch, step=cut.step, settings=self.settings_of(cut))
         return TrainedShard(cut=cut, slots=mine, trajectories=trajectories, ages=ages, report=report)
+
+    async def run_calls(
+        self, rows: Sequence[TrainRow], batch: AgreedBatch, *, step: int, settings: Settings
+    ) -> StepReport:
+        """Make every call of one step. A collective: every rank makes the calls of one thread in the same order.
+
+        Args:
+            rows: of this rank, with the advantages of ``batch`` or, where calls turn those into advantages, outcomes.
+            settings: that this step is trained with (``settings_of_step``).
+        """
+        here = RunningStep(number=step, batch=batch, settings=settings)
+        self._engines.change(settings)
+
+        async def work(call: FunctionCall, inputs: Values) -> Mapping[str, Any]:
+            with spans.call_of_step(call.name, call.role):
+                return await self._threads.run(call.role, lambda: self._calls.make(call, here, inputs))
+
+        # Where these are still outcomes, a trajectory has one: ``algorithm.one_reward_for`` allows its replies none.
+        outcomes = {position: float(np.mean(values)) for position, values in batch.advantages.items()}
+        given = {"rows": list(rows), "advantages": [row.advantage for row in rows], "outcomes": outcomes}
+        results = await execute(
+            self._graph,
+            work,
+            {name: given[plain_name(name)] for name in self._graph.given},
+            thread=lambda call: self._threads.name(call.role),
+        )
+        stats = results["actor_stats"]
+        if "kl_mean" in results:
+            stats = replace(stats, kl_mean=results["kl_mean"])
+        others: dict[str, float] = {}
+        if "critic_stats" in results:
+            others = asdict(results["critic_stats"]) | msgspec.structs.asdict(results["value_quality"])
+        return StepReport(stats=stats, others=others, rows=here.trained)
 
     async def attempt(
         self, shard: RankShard, missing: Iterable[SlotKey], groups: Sequence[str], *, start: Version
@@ -120,7 +152,7 @@ class ShardTrainer:
         """
         others = [slot.key for slot in shard.slots if slot.group_id not in groups]
         try:
-            await self.train(shard, self.agree(shard.slots, [*missing, *others]), start=start)
+            await self.train(shard, agree_in_run(shard.slots, [*missing, *others], self._settings), start=start)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the step cannot be trained with them
             return said_by(exc)
         return ""
@@ -145,3 +177,72 @@ class ShardTrainer:
         ranks = self._dims.all
         with wait_graph.on(wait_graph.step(step), "all ranks in", waiter=wait_graph.rank(ranks.rank)):
             return await self._threads.engine.run(lambda: ranks.gather_bytes(payload))
+
+
+def build_rows(
+    trajectories: Mapping[int, Trajectory],
+    *,
+    advantages: Mapping[int, NDArray[np.float32]],
+    start: Version,
+    age: Callable[[Version], int],
+    max_staleness: int,
+    masks_stale: bool,
+    temperature: float,
+) -> tuple[list[TrainRow], AgeStats]:
+    """Turn trajectories into rows, and prove their freshness: the third guard, *assert*.
+
+    Args:
+        trajectories: by position in the batch.
+        advantages: by the same; of each credited reply, or the one of a trajectory without credits.
+        start: the version the step starts from.
+        age: in the step that runs now.
+        masks_stale: take over-age tokens out of the loss and count them, instead of refusing them.
+        temperature: of the run, where a token does not know its own.
+
+    Raises:
+        StalenessError: a token over the bound would be trained.
+    """
+    rows, stats = [], AgeStats()
+    for position, trajectory in sorted(trajectories.items()):
+        for sequence in trajectory.sequences:
+            packed, inverse = np.unique(sequence.versions, return_inverse=True)
+            ages_by_version = np.array([age(Version.unpack(int(one))) if one >= 0 else 0 for one in packed])
+            ages_L = ages_by_version[inverse]
+            is_fresh_L = ages_L <= max_staleness
+            credited_L = sequence.loss_mask if sequence.turns is None else sequence.turns != NOT_CREDITED
+            mask_L = credited_L & is_fresh_L
+            num_stale = int((credited_L & ~is_fresh_L).sum())
+            if num_stale and not masks_stale:
+                raise StalenessError(
+                    f"trajectory {trajectory.slot.sample_uid}: got {num_stale} tokens of age up to {ages_L.max()}, "
+                    f"need at most {max_staleness}; the cut let them through"
+                )
+            stats.num_masked += num_stale
+            stats.num_uncredited += int((sequence.loss_mask & ~credited_L).sum())
+            stats.num_tokens += int(mask_L.sum())
+            stats.total += int(ages_L[mask_L].sum())
+            stats.max = max(stats.max, int(ages_L[mask_L].max(initial=0)))
+            tempered = temperature if sequence.temperatures is None else sequence.temperatures
+            stats.temperatures += float(np.broadcast_to(tempered, mask_L.shape)[mask_L].sum(dtype=np.float64))
+            steered_L = np.zeros_like(mask_L) if sequence.steered is None else sequence.steered
+            stats.num_steered += int((mask_L & steered_L).sum())
+            for one, count in zip(*np.unique(ages_L[mask_L], return_counts=True), strict=True):
+                stats.by_age[int(one)] = stats.by_age.get(int(one), 0) + int(count)
+            rows.append(
+                TrainRow(
+                    token_ids=sequence.token_ids,
+                    loss_mask=mask_L,
+                    behave_logprobs=sequence.logprobs,
+                    advantage=_laid_out(advantages[position], sequence.turns),
+                    current_mask=sequence.loss_mask & ~steered_L & ((sequence.versions & _STEP_BITS) == start.step),
+                    ages=ages_L,
+                    temperature=tempered,
+                    turns=sequence.turns,
+                    index=position,
+                )
+            )
+    return rows, stats
+
+
+def _laid_out(values_K: NDArray[np.float32], turns_L: NDArray[np.int16] | None) -> float | NDArray[np.float32]:
+    return float(values_K[0]) if turns_L is None else spread_over_tokens(values_K, turns_L)

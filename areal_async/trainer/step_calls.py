@@ -1,22 +1,16 @@
 """What each call of a step's graph does on one rank (``algorithms.graphs`` declares them)."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-import numpy as np
-
 from areal_async.algorithms.advantages import advantage_rule
-from areal_async.algorithms.dataflow import FunctionCall, execute, plain_name
-from areal_async.algorithms.graphs import ELSEWHERE, step_graph
+from areal_async.algorithms.dataflow import FunctionCall, plain_name
 from areal_async.algorithms.user_calls import read_call
 from areal_async.config.settings import Settings
-from areal_async.telemetry import spans
 from areal_async.trainer.batch.advantages import critic_advantages, kl_penalties, penalised_advantages
 from areal_async.trainer.batch.step import AgreedBatch
-from areal_async.trainer.engine.engines import Engines, EngineThreads
-from areal_async.trainer.engine.stats import StepStats
+from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.packing.rows import REFERENCE, RETURNS, START, VALUES, TrainRow, with_columns
 from areal_async.user_files import import_named
 
@@ -24,28 +18,26 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepReport:
-    """Results of the calls of a step."""
+class RunningStep:
+    """A step while its calls are made."""
 
-    stats: StepStats
-    others: dict[str, float]
-    """Numbers of the models beside the policy, for the step's line; none where there are none."""
-    rows: list[TrainRow]
-    """Rows of this rank, with the advantages that the policy was trained with."""
+    number: int
+    batch: AgreedBatch
+    settings: Settings
+    trained: list[TrainRow] = field(default_factory=list)
+    """Filled when the policy is trained."""
 
 
 class StepCalls:
-    """The trainer's part of the graph, on one rank."""
+    """The calls of the trainer's part of the graph, on one rank."""
 
-    def __init__(self, settings: Settings, *, engines: Engines, threads: EngineThreads) -> None:
+    def __init__(self, settings: Settings, engines: Engines) -> None:
         self._settings = settings
         self._engines = engines
-        self._threads = threads
         # Each rank of the model's layout makes the calls on the rows it holds, even where other ranks hold the same.
         self._gather = engines.actor.dims.data.gather_bytes
         self._rule = advantage_rule(settings)
-        self._graph = step_graph(settings).rest(ELSEWHERE)
-        self._functions: dict[str, Callable[[_RunningStep, Values], Values]] = {
+        self._functions: dict[str, Callable[[RunningStep, Values], Values]] = {
             "start_logprobs": self._start_logprobs,
             "reference_logprobs": self._reference_logprobs,
             "values": self._values,
@@ -60,38 +52,8 @@ class StepCalls:
             module, name = import_named(spec, what="algorithm.calls")
             self._own[read_call(spec).name] = getattr(module, name)
 
-    async def run(self, rows: Sequence[TrainRow], batch: AgreedBatch, *, step: int, settings: Settings) -> StepReport:
-        """Make every call of one step. A collective: every rank makes the calls of one thread in the same order.
-
-        Args:
-            rows: of this rank, with the advantages of ``batch`` or, where calls turn those into advantages, outcomes.
-            settings: that this step is trained with (``settings_of_step``).
-        """
-        here = _RunningStep(number=step, batch=batch, settings=settings)
-        self._engines.change(settings)
-
-        async def work(call: FunctionCall, inputs: Values) -> Mapping[str, Any]:
-            with spans.call_of_step(call.name, call.role):
-                return await self._threads.run(call.role, lambda: self._call(call, here, inputs))
-
-        # Where these are still outcomes, a trajectory has one: ``algorithm.one_reward_for`` allows its replies none.
-        outcomes = {position: float(np.mean(values)) for position, values in batch.advantages.items()}
-        given = {"rows": list(rows), "advantages": [row.advantage for row in rows], "outcomes": outcomes}
-        results = await execute(
-            self._graph,
-            work,
-            {name: given[plain_name(name)] for name in self._graph.given},
-            thread=lambda call: self._threads.name(call.role),
-        )
-        stats = results["actor_stats"]
-        if "kl_mean" in results:
-            stats = replace(stats, kl_mean=results["kl_mean"])
-        others: dict[str, float] = {}
-        if "critic_stats" in results:
-            others = asdict(results["critic_stats"]) | msgspec.structs.asdict(results["value_quality"])
-        return StepReport(stats=stats, others=others, rows=here.trained)
-
-    def _call(self, call: FunctionCall, step: "_RunningStep", inputs: Values) -> Values:
+    def make(self, call: FunctionCall, step: RunningStep, inputs: Values) -> Values:
+        """Make one call; return its outputs by name. The calls of a model are collectives."""
         own = self._own.get(call.name)
         if own is None:
             made = self._functions[call.name](step, inputs)
@@ -99,17 +61,17 @@ class StepCalls:
         # By place: what it takes may have been renamed, where it comes between a value's maker and takers.
         return {call.outputs[0]: own(*(inputs[name] for name in call.inputs))}
 
-    def _start_logprobs(self, step: "_RunningStep", inputs: Values) -> Values:
+    def _start_logprobs(self, step: RunningStep, inputs: Values) -> Values:
         return {"start_logprobs": self._engines.actor.logprobs(inputs["rows"])}
 
-    def _reference_logprobs(self, step: "_RunningStep", inputs: Values) -> Values:
+    def _reference_logprobs(self, step: RunningStep, inputs: Values) -> Values:
         return {"reference_logprobs": self._engines.reference_logprobs(inputs["rows"])}
 
-    def _values(self, step: "_RunningStep", inputs: Values) -> Values:
+    def _values(self, step: RunningStep, inputs: Values) -> Values:
         assert self._engines.critic is not None
         return {"values": self._engines.infer("critic", inputs["rows"], self._engines.critic.values)}
 
-    def _kl_penalty(self, step: "_RunningStep", inputs: Values) -> Values:
+    def _kl_penalty(self, step: RunningStep, inputs: Values) -> Values:
         algorithm = step.settings.algorithm
         penalties, mean = kl_penalties(
             inputs["rows"],
@@ -121,7 +83,7 @@ class StepCalls:
         )
         return {"penalties": penalties, "kl_mean": mean}
 
-    def _gae(self, step: "_RunningStep", inputs: Values) -> Values:
+    def _gae(self, step: RunningStep, inputs: Values) -> Values:
         algorithm = self._settings.algorithm
         advantages, returns, quality = critic_advantages(
             inputs["rows"],
@@ -135,13 +97,13 @@ class StepCalls:
         )
         return {"advantages": advantages, "returns": returns, "value_quality": quality}
 
-    def _penalised_advantages(self, step: "_RunningStep", inputs: Values) -> Values:
+    def _penalised_advantages(self, step: RunningStep, inputs: Values) -> Values:
         advantages = penalised_advantages(
             inputs["rows"], step.batch.slots, inputs["penalties"], rule=self._rule, gather=self._gather
         )
         return {"advantages": advantages}
 
-    def _train_actor(self, step: "_RunningStep", inputs: Values) -> Values:
+    def _train_actor(self, step: RunningStep, inputs: Values) -> Values:
         columns = [name for name in (START, REFERENCE) if name in inputs]
         rows = with_columns(inputs["rows"], {name: inputs[name] for name in columns}, advantages=inputs["advantages"])
         stats = self._engines.actor.train_step(
@@ -150,19 +112,10 @@ class StepCalls:
         step.trained.extend(rows)
         return {"actor_stats": stats}
 
-    def _train_critic(self, step: "_RunningStep", inputs: Values) -> Values:
+    def _train_critic(self, step: RunningStep, inputs: Values) -> Values:
         assert self._engines.critic is not None
         rows = with_columns(inputs["rows"], {VALUES: inputs["values"], RETURNS: inputs["returns"]})
         stats = self._engines.critic.train_step(
             self._engines.rows_for("critic", rows), step=step.number, total_steps=self._settings.run.steps
         )
         return {"critic_stats": stats}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _RunningStep:
-    number: int
-    batch: AgreedBatch
-    settings: Settings
-    trained: list[TrainRow] = field(default_factory=list)
-    """Filled when the policy is trained."""

@@ -28,15 +28,15 @@ from areal_async.trainer.batch.culprits import find_culprits, said_by
 from areal_async.trainer.batch.feed import BatchFeed, fail_group
 from areal_async.trainer.batch.ledger import Ledger
 from areal_async.trainer.batch.limits import TrainingLimits
-from areal_async.trainer.batch.payloads import SlotKey, fetch, slots_of
-from areal_async.trainer.batch.step import AgreedBatch, Report, StepResult
+from areal_async.trainer.batch.payloads import RankShard, ShardFetcher, SlotKey
+from areal_async.trainer.batch.step import AgreedBatch, Report, StepResult, agree_in_run
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import is_of_peers
 from areal_async.trainer.engine.threads import BackgroundJob
 from areal_async.trainer.output.archive import write_archive
 from areal_async.trainer.output.archive_reader import find_archived
 from areal_async.trainer.output.checkpoint_retention import INTERVAL
-from areal_async.trainer.shards import RankShard, ShardTrainer, TrainedShard
+from areal_async.trainer.shards import ShardTrainer, TrainedShard
 
 log = structlog.get_logger()
 
@@ -66,6 +66,7 @@ class StepRunner:
         self._ranks = self._dims.all
         self._shards = ShardTrainer(settings, engines=engines, threads=threads)
         self._limits = TrainingLimits(settings, vocab_size=engines.vocab_size)
+        self.fetcher = ShardFetcher(bus, self._limits, own_slots=self._shards.own_slots, lineage=lineage)
         self._archiving = archiving
         self._feed = feed
         self.rank = self._ranks.rank
@@ -110,24 +111,12 @@ class StepRunner:
 
     # before the step
 
-    async def fetch(self, cut: Cut, *, is_whole: bool = False) -> RankShard:
-        """Fetch this rank's shard of a cut, or the whole of it."""
-        slots = slots_of(cut)
-        mine = slots if is_whole else self._shards.own_slots(slots)
-        with (
-            wait_graph.on(wait_graph.BROKER, "the payloads, from", waiter=wait_graph.cut(cut.step)),
-            spans.part_of_step(Version(self.lineage, cut.step), "fetch", num_slots=len(mine)),
-        ):
-            check = functools.partial(self._limits.check_trajectory, cut=cut, lineage=self.lineage)
-            trajectories, missing = await fetch(self._bus, mine, check)
-        return RankShard(cut=cut, slots=slots, mine=mine, trajectories=trajectories, missing=missing)
-
     async def fetch_again(self, cut: Cut, *, is_whole: bool = False) -> RankShard:
         """Fetch what was trained before; what is not stored any more is taken from the archive.
 
         A checkpoint that was whole let its messages go, and turned out damaged later.
         """
-        shard = await self.fetch(cut, is_whole=is_whole)
+        shard = await self.fetcher.fetch(cut, is_whole=is_whole)
         if not shard.missing:
             return shard
         wanted = {slot.header.sample_uid: slot for slot in shard.mine if slot.key in shard.missing}
@@ -161,7 +150,8 @@ class StepRunner:
         Groups left with too few slots are recorded as failed before, and those that the step fails with after that.
         """
         started, cut = time.monotonic(), shard.cut
-        batch = self._shards.agree(shard.slots, missing)
+        made = Version(self.lineage, cut.step)
+        batch = agree_in_run(shard.slots, missing, self._settings)
         if self._feed is not None:
             for group_id in batch.unusable:
                 reason = next((why for (name, _), why in missing.items() if name == group_id), "too few of its slots")
@@ -169,13 +159,17 @@ class StepRunner:
         train_since = time.monotonic()
         failpoint("trainer.before_step")
         try:
-            trained = await self._train(shard, batch)
+            self.step_settings = self._shards.settings_of(cut)
+            with (
+                self.waiting(wait_graph.step(cut.step), "the engine in"),
+                spans.part_of_step(made, "train"),
+            ):
+                trained = await self._shards.train(shard, batch, start=self.version)
         except Exception as exc:
             await self._give_up_culprits(shard, missing, batch, exc)
             raise
         failpoint("trainer.after_step")
         train_s = time.monotonic() - train_since
-        made = Version(self.lineage, cut.step)
         if self._dims.is_reporting_rank:
             await self._archive(trained, batch, made)
         numbers = await self._shards.metrics(batch, trained, lineage=self.lineage)
@@ -189,15 +183,6 @@ class StepRunner:
             wait_s=waited_s,
             train_s=train_s,
         )
-
-    async def _train(self, shard: RankShard, batch: AgreedBatch) -> TrainedShard:
-        step = shard.cut.step
-        self.step_settings = self._shards.settings_of(shard.cut)
-        with (
-            self.waiting(wait_graph.step(step), "the engine in"),
-            spans.part_of_step(Version(self.lineage, step), "train"),
-        ):
-            return await self._shards.train(shard, batch, start=self.version)
 
     async def _archive(self, trained: TrainedShard, batch: AgreedBatch, made: Version) -> None:
         write = functools.partial(

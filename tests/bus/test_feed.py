@@ -29,7 +29,7 @@ from areal_async.trainer.batch.feed import BatchFeed
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.payloads import fetch, slots_of
 from areal_async.trainer.batch.reader import JournalReader
-from areal_async.trainer.batch.step import build_rows
+from areal_async.trainer.shards import build_rows
 from tests.brokers import PATIENCE_S, OpenRole, until
 from tests.bus.stored import WORKFLOW, store, ticket
 

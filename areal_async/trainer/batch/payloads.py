@@ -5,6 +5,7 @@ rank needs another's tokens. A payload is found by its stream sequence, which is
 checksum; where the hint fails, the group's subject is searched.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -14,8 +15,10 @@ import anyio
 
 from areal_async.bus import Bus
 from areal_async.errors import WireError
-from areal_async.protocol.types import Cut, CutSlot, Slot, Trajectory
+from areal_async.protocol.types import Cut, CutSlot, Slot, Trajectory, Version
 from areal_async.protocol.wire import decode_headers, decode_slot, decode_trajectory, split_message
+from areal_async.telemetry import spans, wait_graph
+from areal_async.trainer.batch.limits import TrainingLimits
 from areal_async.trainer.packing.flops import DecoderFlops
 from areal_async.trainer.packing.pack import balance
 
@@ -46,6 +49,21 @@ class BatchSlot:
     @property
     def key(self) -> SlotKey:
         return self.group_id, self.header.sibling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankShard:
+    """This rank's part of a cut, fetched."""
+
+    cut: Cut
+    slots: list[BatchSlot]
+    """Slots of the whole cut, the same on every rank."""
+    mine: list[BatchSlot]
+    """Slots of this rank."""
+    trajectories: dict[int, Trajectory]
+    """Payloads of ``mine``, by position in the batch."""
+    missing: dict[SlotKey, str]
+    """Slots of ``mine`` that cannot be trained, each with why."""
 
 
 def slots_of(cut: Cut) -> list[BatchSlot]:
@@ -79,6 +97,36 @@ def shard_of(
         costs = [flops.forward(one.header.num_tokens, one.header.num_output_tokens) for one in members]
         mine += [members[index] for index in balance(costs, num_ranks=num_ranks)[rank]]
     return sorted(mine, key=lambda slot: slot.position)
+
+
+class ShardFetcher:
+    """Fetches the cuts of one lineage, a shard of each."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        limits: TrainingLimits,
+        *,
+        own_slots: Callable[[Sequence[BatchSlot]], list[BatchSlot]],
+        lineage: int,
+    ) -> None:
+        """``own_slots`` tells this rank's slots of a batch."""
+        self._bus = bus
+        self._limits = limits
+        self._own_slots = own_slots
+        self._lineage = lineage
+
+    async def fetch(self, cut: Cut, *, is_whole: bool = False) -> RankShard:
+        """Fetch this rank's shard of a cut, or the whole of it."""
+        slots = slots_of(cut)
+        mine = slots if is_whole else self._own_slots(slots)
+        with (
+            wait_graph.on(wait_graph.BROKER, "the payloads, from", waiter=wait_graph.cut(cut.step)),
+            spans.part_of_step(Version(self._lineage, cut.step), "fetch", num_slots=len(mine)),
+        ):
+            check = functools.partial(self._limits.check_trajectory, cut=cut, lineage=self._lineage)
+            trajectories, missing = await fetch(self._bus, mine, check)
+        return RankShard(cut=cut, slots=slots, mine=mine, trajectories=trajectories, missing=missing)
 
 
 async def fetch(

@@ -3,12 +3,16 @@
 All ranks read the same log in the same order, so they agree on what to train without telling each other.
 """
 
+from collections.abc import Awaitable, Callable
+
 import anyio
+from anyio.streams.memory import MemoryObjectSendStream
 
 from areal_async.bus import Bus
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Cut, CutKind
 from areal_async.trainer.batch.lineage import read_entry
+from areal_async.trainer.batch.payloads import RankShard
 
 
 class JournalReader:
@@ -50,3 +54,22 @@ class JournalReader:
             if journal.is_ended and journal.lineage == lineage:
                 return None
             await self._changed.wait()
+
+    async def run_prefetch(
+        self,
+        fetch: Callable[[Cut], Awaitable[RankShard]],
+        send: MemoryObjectSendStream[RankShard | None],
+        *,
+        first_step: int,
+        lineage: int,
+    ) -> None:
+        """Hand over what the journal says next: a batch, fetched, or None for a checkpoint before it."""
+        async with send:
+            step, is_checkpointed = first_step, False
+            while entry := await self.next_entry(step, lineage=lineage, is_checkpointed=is_checkpointed):
+                is_checkpointed = entry.kind is CutKind.CHECKPOINT
+                try:
+                    await send.send(None if is_checkpointed else await fetch(entry))
+                except anyio.BrokenResourceError:
+                    return  # stopped before this step
+                step += not is_checkpointed

@@ -1,4 +1,4 @@
-"""What one training step needs, and what it leaves behind: the arithmetic between a cut, its rows and a metrics line.
+"""What one training step needs, and what it leaves behind: the batch that all ranks agree on, and its metrics line.
 
 Pure. Ranks exchange a ``Report`` before the first collective, so that all of them train the same set.
 """
@@ -12,18 +12,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.algorithms.advantages import AdvantageRule, spread_over_tokens
+from areal_async.algorithms.advantages import AdvantageRule, advantage_rule
 from areal_async.algorithms.credit import has_differing_replies, sibling_of
-from areal_async.errors import StalenessError
+from areal_async.config.settings import Settings
 from areal_async.protocol.fields import OWN_INFO
-from areal_async.protocol.types import NOT_CREDITED, Metrics, Trajectory, Version
+from areal_async.protocol.types import Metrics, Version
 from areal_async.trainer.batch.advantages import outcome_advantages
 from areal_async.trainer.batch.payloads import BatchSlot, SlotKey, by_group
 from areal_async.trainer.engine.stats import StepStats
-from areal_async.trainer.packing.rows import TrainRow
 
-_STEP_BITS = 0xFFFFFFFF
-"""Bits of a packed version that hold its step. Versions are compared by step: a replayed one stands in for the lost."""
 DIGITS = {"loss": 9, "value_loss": 9}
 """Significant digits of the metrics that ``replay`` compares to 1e-6."""
 
@@ -115,6 +112,17 @@ def part_usable(
     return usable, unusable
 
 
+def agree_in_run(slots: Sequence[BatchSlot], missing: Iterable[SlotKey], settings: Settings) -> AgreedBatch:
+    """Return what every rank of a run trains of a cut of which these slots are missing."""
+    return agree_on_batch(
+        slots,
+        missing,
+        min_group_size=settings.rollout.min_group_size,
+        min_group_sizes={task.name: settings.rollout_of(task.name).min_group_size for task in settings.tasks},
+        rule=advantage_rule(settings),
+    )
+
+
 def agree_on_batch(
     slots: Sequence[BatchSlot],
     missing: Iterable[SlotKey],
@@ -130,75 +138,6 @@ def agree_on_batch(
     used, unusable = part_usable(slots, missing, min_group_size=min_group_size, min_group_sizes=min_group_sizes)
     slots = [slot for siblings in used for slot in siblings]
     return AgreedBatch(slots=slots, advantages=outcome_advantages(used, rule), unusable=unusable)
-
-
-def build_rows(
-    trajectories: Mapping[int, Trajectory],
-    *,
-    advantages: Mapping[int, NDArray[np.float32]],
-    start: Version,
-    age: Callable[[Version], int],
-    max_staleness: int,
-    masks_stale: bool,
-    temperature: float,
-) -> tuple[list[TrainRow], AgeStats]:
-    """Turn trajectories into rows, and prove their freshness: the third guard, *assert*.
-
-    Args:
-        trajectories: by position in the batch.
-        advantages: by the same; of each credited reply, or the one of a trajectory without credits.
-        start: the version the step starts from.
-        age: in the step that runs now.
-        masks_stale: take over-age tokens out of the loss and count them, instead of refusing them.
-        temperature: of the run, where a token does not know its own.
-
-    Raises:
-        StalenessError: a token over the bound would be trained.
-    """
-    rows, stats = [], AgeStats()
-    for position, trajectory in sorted(trajectories.items()):
-        for sequence in trajectory.sequences:
-            packed, inverse = np.unique(sequence.versions, return_inverse=True)
-            ages_by_version = np.array([age(Version.unpack(int(one))) if one >= 0 else 0 for one in packed])
-            ages_L = ages_by_version[inverse]
-            is_fresh_L = ages_L <= max_staleness
-            credited_L = sequence.loss_mask if sequence.turns is None else sequence.turns != NOT_CREDITED
-            mask_L = credited_L & is_fresh_L
-            num_stale = int((credited_L & ~is_fresh_L).sum())
-            if num_stale and not masks_stale:
-                raise StalenessError(
-                    f"trajectory {trajectory.slot.sample_uid}: got {num_stale} tokens of age up to {ages_L.max()}, "
-                    f"need at most {max_staleness}; the cut let them through"
-                )
-            stats.num_masked += num_stale
-            stats.num_uncredited += int((sequence.loss_mask & ~credited_L).sum())
-            stats.num_tokens += int(mask_L.sum())
-            stats.total += int(ages_L[mask_L].sum())
-            stats.max = max(stats.max, int(ages_L[mask_L].max(initial=0)))
-            tempered = temperature if sequence.temperatures is None else sequence.temperatures
-            stats.temperatures += float(np.broadcast_to(tempered, mask_L.shape)[mask_L].sum(dtype=np.float64))
-            steered_L = np.zeros_like(mask_L) if sequence.steered is None else sequence.steered
-            stats.num_steered += int((mask_L & steered_L).sum())
-            for one, count in zip(*np.unique(ages_L[mask_L], return_counts=True), strict=True):
-                stats.by_age[int(one)] = stats.by_age.get(int(one), 0) + int(count)
-            rows.append(
-                TrainRow(
-                    token_ids=sequence.token_ids,
-                    loss_mask=mask_L,
-                    behave_logprobs=sequence.logprobs,
-                    advantage=_laid_out(advantages[position], sequence.turns),
-                    current_mask=sequence.loss_mask & ~steered_L & ((sequence.versions & _STEP_BITS) == start.step),
-                    ages=ages_L,
-                    temperature=tempered,
-                    turns=sequence.turns,
-                    index=position,
-                )
-            )
-    return rows, stats
-
-
-def _laid_out(values_K: NDArray[np.float32], turns_L: NDArray[np.int16] | None) -> float | NDArray[np.float32]:
-    return float(values_K[0]) if turns_L is None else spread_over_tokens(values_K, turns_L)
 
 
 def batch_metrics(

@@ -9,8 +9,7 @@ from areal_async.config.sources import dump_settings
 from areal_async.protocol.types import Cut, CutGroup, CutSlot, Trajectory, Version
 from areal_async.trainer.alone import Alone, Material
 from areal_async.trainer.batch.culprits import find_culprits
-from areal_async.trainer.batch.payloads import slots_of
-from areal_async.trainer.shards import RankShard
+from areal_async.trainer.batch.payloads import RankShard, slots_of
 from tests.bus.stored import trajectory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]

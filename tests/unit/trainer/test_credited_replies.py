@@ -24,10 +24,11 @@ from areal_async.protocol.types import (
     mean,
 )
 from areal_async.trainer.batch.payloads import slots_of
-from areal_async.trainer.batch.step import AgreedBatch, agree_on_batch, batch_metrics, build_rows
+from areal_async.trainer.batch.step import AgreedBatch, agree_on_batch, batch_metrics
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.output.archive import write_archive
 from areal_async.trainer.packing.rows import TrainRow, pack_rows
+from areal_async.trainer.shards import build_rows
 from tests.unit.trainer.models import engine_of, parameters_differ
 
 V = Version(1, 4).pack()

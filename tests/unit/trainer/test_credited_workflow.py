@@ -11,9 +11,10 @@ from areal_async.algorithms.advantages import AdvantageRule
 from areal_async.protocol.types import Cut, CutGroup, CutSlot, Trajectory, Version
 from areal_async.protocol.wire import decode_headers, decode_trajectory, encode_message
 from areal_async.trainer.batch.payloads import slots_of
-from areal_async.trainer.batch.step import agree_on_batch, build_rows
+from areal_async.trainer.batch.step import agree_on_batch
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.packing.rows import TrainRow
+from areal_async.trainer.shards import build_rows
 from tests.unit.rollout.rewards.test_reply_rewards import play
 from tests.unit.trainer.models import engine_of, parameters_differ
 

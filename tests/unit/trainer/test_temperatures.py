@@ -17,11 +17,11 @@ from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.rollout.policy.text import load_codec
 from areal_async.rollout.rewards.reply_rewards import Scores
 from areal_async.rollout.slots import SlotSpec, fill_slot
-from areal_async.trainer.batch.step import build_rows
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.reference import ReferenceEngine
 from areal_async.trainer.engine.stats import StepStats
 from areal_async.trainer.packing.rows import REFERENCE, with_columns
+from areal_async.trainer.shards import build_rows
 from tests.unit.inference.embedded_engine import Server, restored
 from tests.unit.trainer.models import engine_of
 

@@ -15,7 +15,7 @@ from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.packing.rows import TrainRow
-from areal_async.trainer.step_calls import StepCalls
+from areal_async.trainer.shards import ShardTrainer
 from tests.unit.trainer.models import random_rows, tempered
 
 NUM_STEPS = 3
@@ -35,11 +35,11 @@ class TrainedSteps:
         )
         self.engines = Engines.for_run(settings, ranks)
         threads = EngineThreads(engine=EngineThread(), is_single=False)
-        self._calls = StepCalls(settings, engines=self.engines, threads=threads)
+        self._shards = ShardTrainer(settings, engines=self.engines, threads=threads)
 
     def train(self, rows: list[TrainRow], *, step: int) -> dict[str, float]:
         """Train on these rows of the batch, by ``settings`` as they are now; return everything that is reported."""
-        trained = anyio.run(lambda: self._calls.run(rows, batch(), step=step, settings=self.settings))
+        trained = anyio.run(lambda: self._shards.run_calls(rows, batch(), step=step, settings=self.settings))
         return asdict(trained.stats) | trained.others
 
     def train_shares(self, *, is_first: bool) -> list[dict[str, float]]:

@@ -12,9 +12,10 @@ from areal_async.algorithms.advantages import AdvantageRule
 from areal_async.errors import StalenessError
 from areal_async.protocol.types import Cut, CutGroup, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
 from areal_async.trainer.batch.payloads import BatchSlot, shard_of, slots_of
-from areal_async.trainer.batch.step import AgeStats, ShardStats, add_up_info, agree_on_batch, batch_metrics, build_rows
+from areal_async.trainer.batch.step import AgeStats, ShardStats, add_up_info, agree_on_batch, batch_metrics
 from areal_async.trainer.packing.flops import DecoderFlops
 from areal_async.trainer.packing.rows import TrainRow
+from areal_async.trainer.shards import build_rows
 
 FLOPS = DecoderFlops(per_token=100, per_scored_token=10, per_pair=2)
 
