@@ -84,7 +84,9 @@ class CriticEngine(TrainedEngine[Tensor]):
             total_steps: length of the learning rate's schedule.
         """
         lr = self._begin(step, total_steps=total_steps)
-        minibatches = self._minibatches(rows, (VALUES, RETURNS))
+        minibatches = self._packer.minibatches(
+            rows, num_minibatches=self._num_minibatches, aggregation=self._aggregation, columns=(VALUES, RETURNS)
+        )
         tally = self._update_with(minibatches, lambda _: self._loss, step=step, event="critic.skipped")
         sums = tally.totals(self.dims.data)
         num_tokens = sums.get("tokens") or 1.0

@@ -23,7 +23,6 @@ from areal_async.trainer.engine.parallel.dims import ParallelDims
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.stages import StagedModel
 from areal_async.trainer.engine.sharded import TrainedEngine
-from areal_async.trainer.packing.pack import Parts
 from areal_async.trainer.packing.rows import PackedRow, TrainRow, unsampled_row
 
 PER_PAIR = Aggregation("sequence_sum")
@@ -68,7 +67,7 @@ class PairEngine(TrainedEngine[Tensor]):
         self._dtype = DTYPES[model.dtype]
         dims = ParallelDims.of(ranks, trainer)
         critic = load_critic(self._source, dims, trainer, dtype=self._dtype)
-        super().__init__(critic, dims, trainer=trainer, num_outputs=1, aggregation=PER_PAIR)
+        super().__init__(critic, dims, trainer=trainer, num_outputs=1, aggregation=PER_PAIR, num_together=2)
 
     def train_step(self, pairs: Sequence[Pair], *, step: int, total_steps: int) -> PairStats:
         """Train on this rank's pairs; ranks may hold different numbers of them, even none.
@@ -78,7 +77,10 @@ class PairEngine(TrainedEngine[Tensor]):
             total_steps: length of the learning rate's schedule.
         """
         lr = self._begin(step, total_steps=total_steps)
-        tally = self._update_with(self._minibatches(_rows(pairs)), lambda _: _loss, step=step, event="pairs.skipped")
+        minibatches = self._packer.minibatches(
+            _rows(pairs), num_minibatches=self._num_minibatches, aggregation=self._aggregation
+        )
+        tally = self._update_with(minibatches, lambda _: _loss, step=step, event="pairs.skipped")
         sums = tally.totals(self.dims.data)
         num_pairs = sums.get("units") or 1.0
         return PairStats(
@@ -104,12 +106,6 @@ class PairEngine(TrainedEngine[Tensor]):
         classifier.config.architectures = [type(decoder).__name__]
         return weights.save(classifier, self._dtype, directory, source=self._source, ranks=self.dims.all)
 
-    def _divide(self, rows: Sequence[TrainRow]) -> Parts:
-        """Return which rows share a packed one, the answers of a pair always, one after the other. A collective."""
-        # As one sequence a pair's attention costs about twice what it does: alike for all, which is all that counts.
-        pairs = [_joined(rows[place], rows[place + 1]) for place in range(0, len(rows), 2)]
-        return [[row for pair in part for row in (2 * pair, 2 * pair + 1)] for part in super()._divide(pairs)]
-
 
 def _loss(_number: int, row: PackedRow, scores_S: Tensor) -> LossTerms:
     return packed_bradley_terry(scores_S, row.mask_S)
@@ -125,8 +121,3 @@ def _row(token_ids: Sequence[int], index: int) -> TrainRow:
     A critic's value is of what stands before a token: so one more follows, which no other can see.
     """
     return unsampled_row([*token_ids, token_ids[-1]], [False] * len(token_ids) + [True], index=index)
-
-
-def _joined(left: TrainRow, right: TrainRow) -> TrainRow:
-    """Return a row as long as both, for the arithmetic of packing alone."""
-    return unsampled_row([*left.token_ids, *right.token_ids], [*left.loss_mask, *right.loss_mask], index=left.index)

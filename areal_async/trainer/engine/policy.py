@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areal_async.algorithms.aggregation import TOKEN_MEAN, Aggregation
 from areal_async.algorithms.corrections import second_moment_cutoff
-from areal_async.algorithms.objective import LossTerms, Objective, ScoredTokens
+from areal_async.algorithms.objective import Objective
 from areal_async.algorithms.policy import PolicyLoss
 from areal_async.algorithms.presets import aggregation, policy_objective
 from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
@@ -27,14 +27,12 @@ from areal_async.trainer.engine.model import DTYPES, PolicyModel, load_policy
 from areal_async.trainer.engine.parallel.dims import ParallelDims
 from areal_async.trainer.engine.parallel.execution import Loss
 from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.engine.row_loss import RowLoss, Scores
 from areal_async.trainer.engine.sharded import TrainedEngine
 from areal_async.trainer.engine.stats import StepStats
-from areal_async.trainer.packing.rows import REFERENCE, START, PackedRow, TrainRow
+from areal_async.trainer.packing.rows import START, PackedRow, TrainRow
 
 __all__ = ["FsdpEngine", "StepStats"]
-
-Scores = tuple[Tensor, Tensor]
-"""Logprob and entropy of each scored token, both [S]."""
 
 
 class FsdpEngine(TrainedEngine[Scores]):
@@ -97,14 +95,16 @@ class FsdpEngine(TrainedEngine[Scores]):
                 needs ``REFERENCE``.
         """
         lr = self._begin(step, total_steps=total_steps)
-        minibatches = self._minibatches(rows, columns)
+        minibatches = self._packer.minibatches(
+            rows, num_minibatches=self._num_minibatches, aggregation=self._aggregation, columns=columns
+        )
         # With a single update the weights of the step's start are those being trained: no second forward pass.
         needs_starts = len(minibatches) > 1 and not self._is_loglinear
         scored = _given_starts if START in columns else self._packed_logprobs
         starts = [scored(minibatch) if needs_starts else None for minibatch in minibatches]
 
         def loss_of(number: int) -> Loss[Scores]:
-            return self._loss(starts_S=starts[number], keeps_S=self._kept(minibatches[number]))
+            return RowLoss(objective=self._objective, starts_S=starts[number], keeps_S=self._kept(minibatches[number]))
 
         return self._update_with(minibatches, loss_of, step=step, event="update.skipped").stats(self.dims.data, lr=lr)
 
@@ -187,30 +187,6 @@ class FsdpEngine(TrainedEngine[Scores]):
 
     def _packed_logprobs(self, minibatch: Sequence[PackedRow]) -> list[Tensor]:
         return [logprobs_S for logprobs_S, _ in self._execution.infer(minibatch)]
-
-    def _loss(self, *, starts_S: Sequence[Tensor] | None, keeps_S: Sequence[Tensor] | None) -> Loss[Scores]:
-        """Return the loss of the rows of a mini-batch."""
-
-        def loss(number: int, row: PackedRow, scores: Scores) -> LossTerms:
-            logprobs_S, entropy_S = scores
-            return self._objective(
-                ScoredTokens(
-                    logprobs_T=logprobs_S,
-                    entropy_T=entropy_S,
-                    start_T=starts_S[number] if starts_S else logprobs_S.detach(),
-                    behave_T=row.behave_S,
-                    advantages_T=row.advantages_S,
-                    mask_T=row.mask_S,
-                    current_T=row.current_S,
-                    sequence_T=row.sequence_S,
-                    weight_T=row.weights_S,
-                    age_T=row.ages_S,
-                    reference_T=row.columns_S.get(REFERENCE),
-                    keep_T=keeps_S[number] if keeps_S else None,
-                )
-            )
-
-        return loss
 
     @property
     def _is_loglinear(self) -> bool:

@@ -5,15 +5,83 @@ sequences into as many rows as the rank that needs the most, and of the ways to 
 cost least when the k-th costs what the dearest k-th of any rank does.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from areal_async.algorithms.aggregation import Aggregation, TokenShare
+from areal_async.trainer.engine.parallel.dims import ParallelDims
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.packing.flops import DecoderFlops
 from areal_async.trainer.packing.pack import Parts, fill, pack, part_costs, spread
-from areal_async.trainer.packing.rows import TrainRow
+from areal_async.trainer.packing.rows import PackedRow, TrainRow, empty_row, pack_rows, unsampled_row
+
+
+class RowPacker:
+    """Packs the rows of one model's ranks, so that the mini-batches of all have as many packed ones."""
+
+    def __init__(
+        self,
+        dims: ParallelDims,
+        *,
+        flops: DecoderFlops,
+        token_budget: int,
+        fit: Callable[[int], int],
+        num_together: int,
+    ) -> None:
+        """Pack rows of at most ``token_budget`` tokens; ``num_together`` that follow one another share a packed one."""
+        self._dims = dims
+        self._flops = flops
+        self._token_budget = token_budget
+        self._fit = fit
+        self._num_together = num_together
+
+    def minibatches(
+        self, rows: Sequence[TrainRow], *, num_minibatches: int, aggregation: Aggregation, columns: Sequence[str] = ()
+    ) -> list[list[PackedRow]]:
+        """Return the packed rows of each update; those that train nothing are left out. A collective.
+
+        Args:
+            columns: that the rows of every rank bring.
+        """
+        trained = [row for row in rows if row.loss_mask.any()]
+        # A trajectory's rows share its position, and are together on one rank and in one mini-batch.
+        lengths = Counter[int]()
+        for row in trained:
+            lengths[row.index] += int(row.loss_mask.sum())
+        minibatches = []
+        for turn in range(num_minibatches):
+            own = [row for row in trained if row.index % num_minibatches == turn]
+            shares = [aggregation.share(lengths[row.index]) for row in own]
+            minibatches.append(self.pack(own, self.divide(own), shares, columns))
+        return minibatches
+
+    def divide(self, rows: Sequence[TrainRow]) -> Parts:
+        """Return which rows share a packed one: as many parts on every rank, some perhaps empty. A collective."""
+        count = self._num_together
+        # As one sequence the attention of rows that stay together costs more than it does: alike for all, which is all
+        # that counts.
+        joined = rows if count == 1 else [_joined(rows[place : place + count]) for place in range(0, len(rows), count)]
+        parts = divide(joined, flops=self._flops, token_budget=self._token_budget, ranks=self._dims.data, fit=self._fit)
+        return [[count * member + place for member in part for place in range(count)] for part in parts]
+
+    def pack(
+        self,
+        rows: Sequence[TrainRow],
+        parts: Parts,
+        shares: Sequence[TokenShare] | None = None,
+        columns: Sequence[str] = (),
+    ) -> list[PackedRow]:
+        """Return the packed rows of ``divide``'s parts, an empty one for each that is empty."""
+        device = self._dims.all.device
+        return [
+            pack_rows([rows[i] for i in members], device, [shares[i] for i in members] if shares else None)
+            if members
+            else empty_row(device, columns)
+            for members in parts
+        ]
 
 
 def divide(
@@ -58,3 +126,10 @@ def divisions(lengths: Sequence[int], costs: Sequence[int], *, token_budget: int
         spread(lengths, costs, token_budget=token_budget, num_rows=num_rows),
         fill(packed, costs, num_rows=num_rows),
     ]
+
+
+def _joined(rows: Sequence[TrainRow]) -> TrainRow:
+    """Return a row as long as these together, for the arithmetic of packing alone."""
+    token_ids = [token_id for row in rows for token_id in row.token_ids]
+    loss_mask = [is_trained for row in rows for is_trained in row.loss_mask]
+    return unsampled_row(token_ids, loss_mask, index=rows[0].index)

@@ -84,7 +84,7 @@ def test_one_temperature_for_each_token_trains_as_one_number_for_all(
         packed = pack_rows(*arguments)
         return replace(packed, temperature=torch.full_like(packed.behave_S, 0.7))
 
-    monkeypatch.setattr("areal_async.trainer.engine.sharded.pack_rows", as_tensor)
+    monkeypatch.setattr("areal_async.trainer.engine.parallel.division.pack_rows", as_tensor)
 
     assert asdict(each.train_step(rows, step=1, total_steps=1)) == of_one
     assert parameters_differ(one, each) == 0
