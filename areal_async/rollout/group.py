@@ -12,15 +12,13 @@ import structlog
 
 from areal_async.config.settings import MESSAGE_BYTES
 from areal_async.errors import PipelineError
-from areal_async.protocol.types import SlotStatus, Ticket, Trajectory
+from areal_async.protocol.types import Ticket
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.publish import Outbox
 from areal_async.rollout.slots import SlotSpec
 from areal_async.rollout.user_code.loop_block_report import Work
 from areal_async.rollout.workflow_call import WorkflowCall
 from areal_async.telemetry import spans, wait_graph
-
-log = structlog.get_logger()
 
 
 class GroupRun:
@@ -100,7 +98,8 @@ class GroupRun:
             counts.num_trajectories_running -= len(slots)
         for trajectory in trajectories:
             if trajectory.slot.sibling in self._siblings:
-                self._put(trajectory)
+                counts.add(trajectory.slot)
+                self._outbox.put(trajectory)
 
     def _slot(self, sibling: int) -> SlotSpec:
         return SlotSpec.of(
@@ -120,17 +119,3 @@ class GroupRun:
             is_whole_group=self._workflow.sees_group,
             sample_uid=first.sample_uid,
         )
-
-    def _put(self, trajectory: Trajectory) -> None:
-        """Count a finished sibling and hand it to the outbox."""
-        counts, slot = self._node.counts, trajectory.slot
-        match slot.status:
-            case SlotStatus.SCORED:
-                counts.num_scored += 1
-            case SlotStatus.REJECTED:
-                counts.num_rejected += 1
-            case SlotStatus.FAILED:
-                counts.num_failed += 1
-                counts.last_failure = slot.reason
-                log.warning("trajectory.failed", sample_uid=slot.sample_uid, reason=slot.reason)
-        self._outbox.put(trajectory)

@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import anyio
+import structlog
 
 from areal_async.api import GroupWorkflow, Workflow
 from areal_async.bus import Bus
 from areal_async.config.settings import Settings
 from areal_async.errors import UserError
 from areal_async.protocol.publish_log import PublishLog
+from areal_async.protocol.types import Slot, SlotStatus
 from areal_async.rollout.endpoint.policy import PolicyMaker
 from areal_async.rollout.named_policies import FrozenModel, FrozenReward
 from areal_async.rollout.publish import Backpressure
@@ -17,6 +19,8 @@ from areal_async.rollout.workflow_call import TaskWorkflow
 
 READS_AT_ONCE = 4
 """Each takes up to 17 MB; the broker cuts off who leaves 128 MB unread."""
+
+log = structlog.get_logger()
 
 
 @dataclass
@@ -29,6 +33,18 @@ class Counts:
     num_failed: int = 0
     num_rejected: int = 0
     last_failure: str = ""
+
+    def add(self, slot: Slot) -> None:
+        """Count a finished sibling."""
+        match slot.status:
+            case SlotStatus.SCORED:
+                self.num_scored += 1
+            case SlotStatus.REJECTED:
+                self.num_rejected += 1
+            case SlotStatus.FAILED:
+                self.num_failed += 1
+                self.last_failure = slot.reason
+                log.warning("trajectory.failed", sample_uid=slot.sample_uid, reason=slot.reason)
 
 
 @dataclass(kw_only=True)
