@@ -23,7 +23,7 @@ from areal_async.protocol.types import (
 from areal_async.protocol.wire import BYTES_PER_TOKEN, MAX_SEQUENCES, encode_trajectory, max_encoded_bytes
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.policy import RecordingPolicy
-from areal_async.rollout.rewards.reply_rewards import Scores, checked_scores, credits_of, given_number
+from areal_async.rollout.rewards.reply_rewards import Ending, Scores, credits_of, given_number
 from areal_async.rollout.user_code.boundary import attributed_to, shown, text_of
 
 MAX_REASON_CHARACTERS = 1000
@@ -63,28 +63,10 @@ class SlotSpec:
         )
 
 
-Ending = Scores | Reject | RolloutError
-"""How a workflow ended for one sibling."""
-
-
 def missing_siblings(ticket: Ticket, stored: Iterable[StoredMessage]) -> list[int]:
     """Return the siblings without a stored slot, no matter who produced the others: what a leased ticket is owed."""
     found = {slot.sibling for message in stored for slot in message.slots}
     return [sibling for sibling in range(ticket.group_size) if sibling not in found]
-
-
-def scores_of(returned: object, policy: RecordingPolicy, name: str) -> Scores:
-    """Return the rewards that a workflow gave one sibling.
-
-    Raises:
-        WorkflowError: it gave none that can be, or the sibling never called the model.
-    """
-    scores = checked_scores(returned, policy.reply_ids, name)
-    if not policy.turns:
-        raise WorkflowError(
-            f"workflow {name}: returned without a call of the model, need at least one; await policy.chat"
-        )
-    return scores
 
 
 def fill_slot(policy: RecordingPolicy, ending: Ending, spec: SlotSpec, *, duration_s: float) -> Trajectory:

@@ -14,13 +14,14 @@ from typing import Any
 
 from areal_async.api import GroupWorkflow, Policy, RewardModel, Workflow, is_group_workflow
 from areal_async.config.settings import Settings
-from areal_async.errors import ContextFull, Reject, RolloutError, WorkflowError
+from areal_async.errors import Reject, RolloutError, WorkflowError
 from areal_async.protocol.types import Prompt, Trajectory
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.named_policies import FrozenModel, FrozenReward, role_sampling
 from areal_async.rollout.publish import fit_one_message
 from areal_async.rollout.rewards.number import check_awaited
-from areal_async.rollout.slots import Ending, SlotSpec, fill_slot, scores_of
+from areal_async.rollout.rewards.reply_rewards import Ending, ending_of
+from areal_async.rollout.slots import SlotSpec, fill_slot
 from areal_async.rollout.user_code.boundary import attributed_to, shown
 from areal_async.rollout.user_code.task_scope import DeadlineExceeded, TaskScope
 from areal_async.rollout.user_code.workflows import policies_taken
@@ -131,7 +132,11 @@ class WorkflowCall:
                 outcomes = self._one_each(returned)
         except (Reject, RolloutError) as exc:
             return [exc] * len(self._policies)
-        return [self._ending(sibling, outcome) for sibling, outcome in enumerate(outcomes)]
+        name, sees_group = self._workflow.name, self._workflow.sees_group
+        return [
+            ending_of(outcome, policy.reply_ids, name, failures=failures, may_withdraw=sees_group)
+            for outcome, policy, failures in zip(outcomes, self._policies, self._agent_failures, strict=True)
+        ]
 
     async def run(self, prompt: Prompt) -> object:
         """Return what the user's function returns, unchecked.
@@ -185,20 +190,3 @@ class WorkflowCall:
                 "a float, {reply.id: reward} or Reject(...)"
             )
         return list(returned)
-
-    def _ending(self, sibling: int, outcome: object) -> Ending:
-        """Return the rewards of one sibling, if its agent was answered, or has outgrown the context, as it ended.
-
-        An agent that was denied an answer has not been itself. One with a full context that returns a reward all the
-        same has taken note of it.
-        """
-        if self._workflow.sees_group and isinstance(outcome, Reject):
-            return outcome
-        for failure in self._agent_failures[sibling]:
-            if not isinstance(failure, ContextFull):
-                return failure
-        try:
-            with attributed_to(WorkflowError, self._what):
-                return scores_of(outcome, self._policies[sibling], self._workflow.name)
-        except (Reject, RolloutError) as exc:
-            return exc

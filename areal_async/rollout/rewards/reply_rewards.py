@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from areal_async.errors import WorkflowError
+from areal_async.errors import ContextFull, Reject, RolloutError, WorkflowError
 from areal_async.protocol.fields import MAX_CREDITS, MAX_REWARD, is_role
 from areal_async.protocol.types import ReplyReward, Turn, mean
 from areal_async.rollout.rewards.number import finite_number
-from areal_async.rollout.user_code.boundary import shown
+from areal_async.rollout.user_code.boundary import attributed_to, shown
 
 
 class Scores(NamedTuple):
@@ -23,6 +23,41 @@ class Scores(NamedTuple):
     """The mean of ``by_turn`` where that is not empty."""
     by_turn: dict[int, float] = {}
     """Place of a credited turn -> its return, in the order of the turns; empty where ``reward`` is for all of them."""
+
+
+Ending = Scores | Reject | RolloutError
+"""How a workflow ended for one sibling."""
+
+
+def ending_of(
+    returned: object, reply_ids: Sequence[str], name: str, *, failures: Sequence[RolloutError], may_withdraw: bool
+) -> Ending:
+    """Return the rewards of one sibling, if its agent was answered, or has outgrown the context, as it ended.
+
+    An agent that was denied an answer has not been itself. One with a full context that returns a reward all the
+    same has taken note of it.
+
+    Args:
+        reply_ids: of the sibling's turns, in their order.
+        name: of the workflow.
+        failures: what the last requests of the sibling's agents came to.
+        may_withdraw: whether a ``Reject`` may be returned as well as raised.
+    """
+    if may_withdraw and isinstance(returned, Reject):
+        return returned
+    for failure in failures:
+        if not isinstance(failure, ContextFull):
+            return failure
+    try:
+        with attributed_to(WorkflowError, f"workflow {name}"):
+            scores = checked_scores(returned, reply_ids, name)
+            if not reply_ids:
+                raise WorkflowError(
+                    f"workflow {name}: returned without a call of the model, need at least one; await policy.chat"
+                )
+            return scores
+    except (Reject, RolloutError) as exc:
+        return exc
 
 
 def checked_scores(returned: object, reply_ids: Sequence[str], name: str) -> Scores:

@@ -18,8 +18,7 @@ from areal_async.protocol.types import Prompt, Turn
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.policy import Generator
-from areal_async.rollout.rewards.reply_rewards import Scores
-from areal_async.rollout.slots import Ending
+from areal_async.rollout.rewards.reply_rewards import Ending, Scores
 from areal_async.telemetry import tracing
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.called import call_of
