@@ -42,7 +42,8 @@ from areal_async.config.settings import BusSettings, RolloutSettings, RunSetting
 from areal_async.protocol.publish_log import PublishLog
 from areal_async.protocol.types import CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
 from areal_async.protocol.wire import decode_headers, encode_message
-from areal_async.rollout.publish import Backpressure, Outbox
+from areal_async.rollout.backpressure import Backpressure
+from areal_async.rollout.publish import Outbox
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.payloads import BatchSlot, fetch
 

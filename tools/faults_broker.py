@@ -15,7 +15,8 @@ from areal_async.config.settings import BusSettings, RolloutSettings, RunSetting
 from areal_async.protocol.publish_log import PublishLog, read_receipts
 from areal_async.protocol.types import Cut, CutGroup, CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
 from areal_async.protocol.wire import GROUP_HEADER, SLOTS_HEADER, decode_headers
-from areal_async.rollout.publish import Backpressure, Outbox
+from areal_async.rollout.backpressure import Backpressure
+from areal_async.rollout.publish import Outbox
 from areal_async.telemetry.wait_graph import BROKER
 from areal_async.trainer.batch.payloads import fetch, slots_of
 from tools.faults_cases import Case, row

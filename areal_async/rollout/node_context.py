@@ -12,9 +12,9 @@ from areal_async.config.settings import Settings
 from areal_async.errors import UserError
 from areal_async.protocol.publish_log import PublishLog
 from areal_async.protocol.types import Slot, SlotStatus
+from areal_async.rollout.backpressure import Backpressure
 from areal_async.rollout.endpoint.policy import PolicyMaker
 from areal_async.rollout.named_policies import FrozenModel, FrozenReward
-from areal_async.rollout.publish import Backpressure
 from areal_async.rollout.workflow_call import TaskWorkflow
 
 READS_AT_ONCE = 4

@@ -7,36 +7,31 @@ acknowledged is noted apart from the broker (``publish_log``).
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import anyio
 import anyio.lowlevel
 import msgspec
-import structlog
 
 from areal_async.config.settings import MESSAGE_BYTES
-from areal_async.errors import StreamFullError
-from areal_async.process.failpoints import failpoint
 from areal_async.protocol.publish_log import STAMP_HEADER, ProducerSequence, PublishLog, encode_stamp
 from areal_async.protocol.subjects import Names
 from areal_async.protocol.types import Slot, Ticket, Trajectory
 from areal_async.protocol.wire import encode_message, max_encoded_bytes
+from areal_async.rollout.backpressure import Backpressure
 from areal_async.rollout.rewards.reply_rewards import credit_bytes
 from areal_async.rollout.slots import MAX_REASON_CHARACTERS, failed_trajectory
-from areal_async.telemetry import spans, wait_graph
+from areal_async.telemetry import spans
 
 FLUSH_DEADLINE_S = 10.0
 """How long a group that is cancelled goes on storing what is finished."""
-FIRST_FULL_WAIT_S = 0.1
-MAX_FULL_WAIT_S = 2.0
 MAX_HEADER_BYTES = 48 << 10
 """The broker refuses headers of more than 64 KB."""
 MIN_REASON_CHARACTERS = 60
 """Length to which a failed sibling's reason is cut at most, where those of a whole group share the headers."""
 SLOT_HEADER_BYTES = 512
 """Size of one slot in the headers, beside its reason and its credits."""
-
-log = structlog.get_logger()
 
 
 class TrajectoryPublisher(Protocol):
@@ -48,44 +43,6 @@ class TrajectoryPublisher(Protocol):
     async def publish(
         self, subject: str, payload: bytes, *, msg_id: str | None = None, headers: Mapping[str, str] | None = None
     ) -> object: ...
-
-
-class Backpressure:
-    """The groups that wait for a full stream: counted, told of when that begins and ends, and let in by age.
-
-    Room goes to the group that was admitted first. It is the one that the trainer may be waiting for, and what is
-    younger could fill the stream before it for ever.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: list[int] = []
-        self._changed = anyio.Event()
-        self.encoding = anyio.Lock(fast_acquire=True)
-        """One message is made at a time, and the loop gets a turn before the next. A batch of groups that end together
-        would hold it for as long as all of theirs take, and the broker would have nothing to do meanwhile."""
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._numbers)
-
-    def begin(self, number: int) -> None:
-        """The group of the ticket with this number has found no room."""
-        self._numbers.append(number)
-        if self.num_waiting == 1:
-            log.warning("stream.full", detail="finished trajectories wait until the trainer has made room")
-
-    def end(self, number: int) -> None:
-        """It waits no longer."""
-        self._numbers.remove(number)
-        self._changed.set()
-        self._changed = anyio.Event()
-        if self.num_waiting == 0:
-            log.info("stream.has_room")
-
-    async def wait_turn(self, number: int) -> None:
-        """Wait until no older group waits for room."""
-        while self._numbers and min(self._numbers) < number:
-            await self._changed.wait()
 
 
 class _Frozen(NamedTuple):
@@ -163,9 +120,13 @@ class Outbox:
                 async with self._backpressure.encoding:
                     self._in_flight = self._freeze()
                     await anyio.lowlevel.checkpoint()
-            with spans.published(self._ticket, self._in_flight.slots, num_bytes=len(self._in_flight.payload)):
-                await self._send(self._in_flight)
-            self._note_stored(self._in_flight)
+            message = self._in_flight
+            publish = partial(
+                self._bus.publish, self._subject, message.payload, msg_id=message.msg_id, headers=message.headers
+            )
+            with spans.published(self._ticket, message.slots, num_bytes=len(message.payload)):
+                await self._backpressure.store(publish, number=self._ticket.number)
+            self._note_stored(message)
             self._in_flight = None
 
     def _note_stored(self, message: _Frozen) -> None:
@@ -193,30 +154,6 @@ class Outbox:
         siblings = "_".join(str(slot.sibling) for slot in slots)
         msg_id = f"{ticket.group_id}.{siblings}.{self._producer}"
         return _Frozen(payload, headers, msg_id, sequence, slots)
-
-    async def _send(self, message: _Frozen) -> None:
-        wait_s = FIRST_FULL_WAIT_S
-        is_waiting = False
-        try:
-            while True:
-                await self._backpressure.wait_turn(self._ticket.number)
-                try:
-                    failpoint("node.before_publish")
-                    await self._bus.publish(
-                        self._subject, message.payload, msg_id=message.msg_id, headers=message.headers
-                    )
-                    failpoint("node.after_publish")
-                    return
-                except StreamFullError:
-                    if not is_waiting:
-                        is_waiting = True
-                        self._backpressure.begin(self._ticket.number)
-                    with wait_graph.on(wait_graph.TRAINER, "room in the stream, from"):
-                        await anyio.sleep(wait_s)
-                    wait_s = min(MAX_FULL_WAIT_S, wait_s * 2)
-        finally:
-            if is_waiting:
-                self._backpressure.end(self._ticket.number)
 
 
 def header_bytes(trajectory: Trajectory) -> int:

@@ -21,8 +21,9 @@ from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.subjects import ADMITTED
 from areal_async.protocol.types import Admitted, CutKind, Outcome, OutcomeKind, Ticket, WeightsVersion
 from areal_async.protocol.wire import decode
-from areal_async.rollout import publish
-from areal_async.rollout.publish import Backpressure, Outbox
+from areal_async.rollout import backpressure, publish
+from areal_async.rollout.backpressure import Backpressure
+from areal_async.rollout.publish import Outbox
 from areal_async.trainer.batch.feed import BatchFeed
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.payloads import fetch, slots_of
@@ -39,7 +40,7 @@ TRAJECTORY_BYTES = 64 << 10
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
-    monkeypatch.setattr(publish, "MAX_FULL_WAIT_S", 0.2)
+    monkeypatch.setattr(backpressure, "MAX_FULL_WAIT_S", 0.2)
     monkeypatch.setattr(publish, "FLUSH_DEADLINE_S", 0.1)
     return Settings(
         run=RunSettings(name="test", directory=tmp_path, steps=NUM_STEPS),

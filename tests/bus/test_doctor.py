@@ -29,7 +29,8 @@ from areal_async.protocol.publish_log import PublishLog
 from areal_async.protocol.subjects import ADMITTED
 from areal_async.protocol.types import Admitted, Outcome, OutcomeKind
 from areal_async.protocol.wire import decode_headers
-from areal_async.rollout.publish import Backpressure, Outbox
+from areal_async.rollout.backpressure import Backpressure
+from areal_async.rollout.publish import Outbox
 from tests.brokers import OpenRole
 from tests.bus.stored import ticket, trajectory
 

@@ -12,8 +12,9 @@ from areal_async.config.settings import MAX_PAYLOAD_BYTES, BusSettings, RolloutS
 from areal_async.protocol.publish_log import PublishLog
 from areal_async.protocol.types import CutSlot, Ticket, Trajectory
 from areal_async.protocol.wire import decode_headers
+from areal_async.rollout.backpressure import Backpressure
 from areal_async.rollout.node_context import READS_AT_ONCE
-from areal_async.rollout.publish import Backpressure, Outbox
+from areal_async.rollout.publish import Outbox
 from areal_async.trainer.batch.payloads import FETCHES_AT_ONCE, BatchSlot, SlotKey, fetch
 from tests.brokers import OpenRole, fetch_all
 from tests.bus.stored import giant

@@ -17,7 +17,8 @@ from areal_async.protocol.publish_log import PublishLog, decode_stamp, read_rece
 from areal_async.protocol.subjects import Names
 from areal_async.protocol.types import NOT_SAMPLED, Sequence, Slot, SlotStatus, Ticket, Trajectory
 from areal_async.protocol.wire import decode_headers, decode_trajectory, split_message
-from areal_async.rollout.publish import Backpressure, Outbox
+from areal_async.rollout.backpressure import Backpressure
+from areal_async.rollout.publish import Outbox
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
@@ -156,7 +157,7 @@ async def test_message_is_bounded_by_its_headers(receipts: PublishLog) -> None:
 async def test_full_stream_is_sent_the_same_message_until_it_has_room(
     receipts: PublishLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_async.rollout.publish.FIRST_FULL_WAIT_S", 0.001)
+    monkeypatch.setattr("areal_async.rollout.backpressure.FIRST_FULL_WAIT_S", 0.001)
     stream = Stream()
     stream.num_refusals = 3
     outbox = outbox_to(stream, receipts, num_expected=1)
@@ -171,7 +172,7 @@ async def test_full_stream_is_sent_the_same_message_until_it_has_room(
 async def test_the_group_that_was_admitted_first_gets_the_first_room(
     receipts: PublishLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_async.rollout.publish.FIRST_FULL_WAIT_S", 0.05)
+    monkeypatch.setattr("areal_async.rollout.backpressure.FIRST_FULL_WAIT_S", 0.05)
     stream, backpressure = Stream(), Backpressure()
     stream.num_refusals = 2
     async with anyio.create_task_group() as tasks:
