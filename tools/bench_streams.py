@@ -34,9 +34,10 @@ import uvloop
 
 from areal_async.config.settings import InferenceSettings
 from areal_async.inference.client import InferenceClient
+from areal_async.inference.completion import decode_chunk
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import ServerPool
-from areal_async.inference.sse import DONE, EventSplitter, decode_chunk
+from areal_async.inference.streams import DONE, EventSplitter
 from areal_async.process.gc_pauses import spare_pauses
 
 MAX_LAG_P99_S: Final = 0.050

@@ -2,21 +2,15 @@
 
 A stream that breaks goes on, on the same or another server, from the tokens already received, so that no
 token is lost or repeated and none is generated twice, but for those that a server could not go on from (``request``).
-Deadlines are set between events; one on the whole is for users who ask for it: a long answer is not a slow one. A
-prompt that no server could take never leaves: a token id outside the vocabulary ends a real SGLang process, with
-everybody's requests.
+A deadline on the whole is for users who ask for it: a long answer is not a slow one. A prompt that no server could
+take never leaves: a token id outside the vocabulary ends a real SGLang process, with everybody's requests.
 """
 
-import asyncio
-import os
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
 import anyio
-import httpx
-import msgspec
 import structlog
 
 from areal_async.config.settings import InferenceSettings
@@ -25,29 +19,17 @@ from areal_async.inference.call_parser import EngineCallParser
 from areal_async.inference.commands import DETERMINISTIC, draws_by_seed
 from areal_async.inference.completion import Completion
 from areal_async.inference.faults import ServerFault
-from areal_async.inference.http import (
-    TRANSPORT_ERRORS,
-    ServerApi,
-    StreamClient,
-    StreamTransport,
-    error_message,
-    make_client,
-)
+from areal_async.inference.http import StreamClient, StreamTransport, make_client
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.request import check_token_ids
-from areal_async.inference.sse import DONE, EventSplitter, decode_chunk
-from areal_async.process.plain_text import escaped
+from areal_async.inference.streams import TokenStreams
 from areal_async.protocol.types import Turn
-from areal_async.telemetry import spans, tracing, wait_graph
-from areal_async.telemetry.wait_graph import Wait
+from areal_async.telemetry import spans
 
 MAX_FRUITLESS_STREAMS = 6
 """Streams in a row that may end without a single new token before the completion is given up."""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
-DEADLINE_SLACK = 0.1
-"""Share of the deadline between two events by which it may be overrun."""
-ABORT_DEADLINE_S = 2.0
 NUM_ADMIN_CONNECTIONS = 256
 
 log = structlog.get_logger()
@@ -77,6 +59,7 @@ class InferenceClient:
         self._draws_by_seed = draws_by_seed(settings)
         self._generation = StreamClient(StreamTransport(max_connections=max_streams))
         self.administration = make_client(max_connections=NUM_ADMIN_CONNECTIONS)
+        self._streams = TokenStreams(self._generation, self.administration, settings)
         parser = settings.tool_call_parser
         self.call_parser = EngineCallParser(pool, self.administration, name=parser) if parser is not None else None
         """The servers' own, where ``inference.tool_call_parser`` names one."""
@@ -143,7 +126,7 @@ class InferenceClient:
                 _fit(completion, server)
                 if completion.finish_reason:  # resumed where what was received has filled the context
                     return completion.turn(), server
-                await self._stream(server, completion)
+                await self._streams.receive(server, completion)
             except ServerFault as exc:
                 is_faulty = True
                 cause = f"{type(exc.__cause__).__name__}: {exc}" if exc.__cause__ else str(exc)
@@ -162,98 +145,6 @@ class InferenceClient:
                 num_fruitless += 1
             await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**num_fruitless))
         raise GenerationError(f"generation: {num_fruitless} streams in a row gave no new token, the last one: {cause}")
-
-    async def _stream(self, server: ServerHandle, completion: Completion) -> None:
-        """Receive as much of the completion as one stream gives.
-
-        Raises:
-            ServerFault: it broke; what was received is kept.
-            GenerationError: the request itself is at fault.
-        """
-        completion.begin_stream(server.version)
-        request_id = os.urandom(16).hex()
-        body = {
-            "rid": request_id,
-            # Prefixes cached under other weights are not for this request: an update in place cannot flush them.
-            "cache_salt": server.version,
-            **completion.request,
-            "return_logprob": True,
-            "stream": True,
-        }
-        spans.note_stream(server.id, server.version, num_tokens=len(completion.output_ids))
-        is_over = False
-        try:
-            with wait_graph.on(wait_graph.server(server.id), "a stream on") as wait:
-                await self._receive(server, msgspec.json.encode(body), completion, wait)
-            is_over = True
-        except TRANSPORT_ERRORS as exc:
-            raise ServerFault(str(exc) or "connection lost") from exc
-        finally:
-            if not is_over:
-                await self._abort(server, request_id)
-
-    async def _receive(self, server: ServerHandle, body: bytes, completion: Completion, wait: Wait) -> None:
-        splitter = EventSplitter()
-        is_over = False
-        now_s = asyncio.get_running_loop().time
-        limit_s = self._settings.first_token_deadline_s
-        renewed_until_s = 0.0
-        asked_s = time.monotonic()  # a loop's own clock may go by milliseconds
-        num_before, is_silent = len(completion.output_ids), True
-        try:
-            async with (
-                asyncio.timeout(limit_s) as deadline,
-                self._generation.post(f"{server.url}/generate", body, headers=tracing.headers()) as response,
-            ):
-                if response.status_code != 200:
-                    raise refusal(response.status_code, await response.aread())
-                assert isinstance(response.stream, httpx.AsyncByteStream)
-                async for data in response.stream:
-                    events = splitter.feed(data)
-                    for event in events:
-                        if event != DONE:
-                            is_over = self._take(server, event, completion) or is_over
-                    if events:
-                        wait.moved()
-                        if is_silent and len(completion.output_ids) > num_before:
-                            is_silent = False
-                            server.num_first_tokens += 1
-                            server.first_token_total_s += time.monotonic() - asked_s
-                        limit_s = self._settings.between_tokens_deadline_s
-                        due_s = now_s() + limit_s
-                        if due_s > renewed_until_s:  # now and then: a timer moved at each event costs more than it
-                            renewed_until_s = due_s + DEADLINE_SLACK * limit_s
-                            deadline.reschedule(renewed_until_s)
-        except TimeoutError as exc:
-            if not deadline.expired():
-                raise
-            if not is_over:
-                raise ServerFault(f"no event for {limit_s:g} s") from exc
-        if not is_over:
-            raise ServerFault("the stream ended early")
-
-    def _take(self, server: ServerHandle, event: bytes, completion: Completion) -> bool:
-        """Add one event; say whether it is the last."""
-        chunk = decode_chunk(event)
-        if chunk.error is not None or chunk.meta_info is None:
-            raise GenerationError(f"generation: {server.id} refused the request: {error_message(event)}")
-        if chunk.output_ids and not completion.num_furthest:
-            spans.note_first_token()
-        completion.add(chunk.output_ids, chunk.meta_info)
-        server.num_generated_tokens += len(chunk.output_ids)
-        reason = chunk.meta_info.finish_reason
-        if reason is not None and reason.type == "abort" and (reason.status_code or 0) >= 500:
-            raise ServerFault(f"aborted with status {reason.status_code}: {escaped(reason.message or '')}")
-        return reason is not None
-
-    async def _abort(self, server: ServerHandle, request_id: str) -> None:
-        """Tell the server, as well as it can be done quickly, that nobody waits for this any more."""
-        with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
-            try:
-                api = ServerApi(self.administration, server.url, admin_key=server.admin_key)
-                await api.abort(request_id, deadline_s=ABORT_DEADLINE_S)
-            except ServerFault as exc:
-                log.debug("stream.abort_failed", url=server.url, cause=str(exc))
 
 
 def _fit(completion: Completion, server: ServerHandle) -> None:
@@ -288,11 +179,3 @@ def check_prompt(prompt_ids: list[int], vocab_size: int | None) -> None:
             f"prompt: got token id {foreign} at position {prompt_ids.index(foreign)}, need 0 to {vocab_size - 1}: "
             f"the model's vocabulary has {vocab_size}"
         )
-
-
-def refusal(status: int, body: bytes, *, what: str = "generation") -> Exception:
-    """Return the error that a status other than 200 means: 4xx is the request's own fault."""
-    message = error_message(body)
-    if 400 <= status < 500 and status not in (408, 429):
-        return GenerationError(f"{what}: refused with status {status}: {message}")
-    return ServerFault(f"status {status}: {message}")

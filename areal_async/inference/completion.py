@@ -1,4 +1,4 @@
-"""One completion as it grows, over however many streams it takes. Pure.
+"""One completion as it grows, over however many streams it takes, out of the events that SGLang sends.
 
 A new stream goes on from the tokens that the ones before it have brought, less those that have to be said again
 (``request``). Nobody is told a token before it is certain to stay.
@@ -11,15 +11,86 @@ tokens then get the older of that stamp and the one before.
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from areal_async.errors import GenerationError
 from areal_async.inference.faults import ServerFault
+from areal_async.inference.http import error_message
+from areal_async.inference.pool import ServerHandle
 from areal_async.inference.request import BESIDE, is_steered, num_held_back, request_fields
-from areal_async.inference.sse import IMPOSSIBLE, MetaInfo, TopLogprobs
+from areal_async.process.plain_text import escaped
 from areal_async.protocol.types import Turn, Version, VersionSpan
+from areal_async.telemetry import spans
 
 parse_version = lru_cache(maxsize=1024)(Version.parse)
+
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Logprob = Annotated[float, Meta(ge=-3.5e38, le=3.5e38)]
+"""Within 32 bits: SGLang writes the smallest such number for what has no probability."""
+
+IMPOSSIBLE = -3e38
+"""Log-probability below which a token has none."""
+TopLogprobs = list[list[tuple[Logprob, int, Any]]]
+"""The likeliest tokens at each position, likeliest first, as (logprob, id, text)."""
+
+
+class FinishReason(msgspec.Struct, gc=False):
+    """Why a request ended."""
+
+    type: str = ""
+    message: str | None = None
+    status_code: int | None = None
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the request itself was at fault."""
+        return self.type == "abort" and 400 <= (self.status_code or 0) < 500
+
+
+class TokenSpan(msgspec.Struct, gc=False):
+    """Output tokens ``[start, end)`` of this request, and the version that made them."""
+
+    version: str
+    start: int
+    end: int
+
+
+class MetaInfo(msgspec.Struct, gc=False):
+    """What SGLang tells about a request beside its tokens."""
+
+    weight_version: str = ""
+    weight_versions: list[TokenSpan] | None = None
+    finish_reason: FinishReason | None = None
+    completion_tokens: int | None = None
+    """Output tokens of this request so far, in all events together."""
+    output_token_logprobs: list[tuple[Logprob, int, Any]] | None = None
+    output_top_logprobs: TopLogprobs | None = None
+
+
+class Chunk(msgspec.Struct, gc=False):
+    """One event: only what is new since the last, and in an error event neither."""
+
+    output_ids: list[TokenId] = []
+    meta_info: MetaInfo | None = None
+    error: Any = None
+
+
+_decoder = msgspec.json.Decoder(Chunk)
+
+
+def decode_chunk(event: bytes) -> Chunk:
+    """Decode one event.
+
+    Raises:
+        ServerFault: not an event of SGLang's.
+    """
+    try:
+        return _decoder.decode(event)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ServerFault(f"not an event: {exc}: {event[:200]!r}") from exc
 
 
 class Completion:
@@ -53,6 +124,7 @@ class Completion:
         self._stop_token_ids = frozenset(params.get("stop_token_ids") or ())
         self._spans: list[tuple[Version, int, int]] = []
         self._oldest: Version | None = None
+        self._server: ServerHandle
         self._stream_start = 0
         self._stamped: list[tuple[Version, int, int]] = []
         self._stamp = Version(0, 0)
@@ -77,10 +149,11 @@ class Completion:
             self.finish_reason = "length"
             self._tell(len(self.output_ids))
 
-    def begin_stream(self, version: str) -> None:
+    def begin_stream(self, server: ServerHandle) -> None:
         """Note the version that the server runs as the request is submitted, and drop what has to be said again."""
+        self._server = server
         self._keep(max(0, len(self.output_ids) - self._num_held_back))
-        self._stamp = parse_version(version)
+        self._stamp = parse_version(server.version)
         if self._oldest is None or not self.output_ids:
             self._oldest = self._stamp
         self._oldest = min(self._oldest, self._stamp)
@@ -88,12 +161,27 @@ class Completion:
         self._stamped = []
         self._last_meta = None
 
-    def add(self, output_ids: list[int], meta: MetaInfo) -> None:
-        """Take one event.
+    def add(self, event: bytes) -> bool:
+        """Take one event of the stream; say whether it is the last.
 
         Raises:
-            ServerFault: tokens without logprobs or without a version.
+            ServerFault: no event of SGLang's, tokens without logprobs or without a version, or the end of a stream
+                that the server gave up.
+            GenerationError: the server refuses the request.
         """
+        chunk = decode_chunk(event)
+        if chunk.error is not None or chunk.meta_info is None:
+            raise GenerationError(f"generation: {self._server.id} refused the request: {error_message(event)}")
+        if chunk.output_ids and not self.num_furthest:
+            spans.note_first_token()
+        self._extend(chunk.output_ids, chunk.meta_info)
+        self._server.num_generated_tokens += len(chunk.output_ids)
+        reason = chunk.meta_info.finish_reason
+        if reason is not None and reason.type == "abort" and (reason.status_code or 0) >= 500:
+            raise ServerFault(f"aborted with status {reason.status_code}: {escaped(reason.message or '')}")
+        return reason is not None
+
+    def _extend(self, output_ids: list[int], meta: MetaInfo) -> None:
         logprobs = meta.output_token_logprobs or []
         is_abort = meta.finish_reason is not None and meta.finish_reason.type == "abort"
         if meta.finish_reason is not None and meta.finish_reason.is_refusal:

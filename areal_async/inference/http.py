@@ -14,6 +14,7 @@ import httpx
 import msgspec
 from httpx_aiohttp import AiohttpTransport
 
+from areal_async.errors import GenerationError
 from areal_async.inference.concurrency import Load
 from areal_async.inference.faults import RefusalFault, ServerFault
 from areal_async.process.plain_text import escaped
@@ -326,6 +327,14 @@ def error_message(body: bytes) -> str:
         if isinstance(answer, dict) and key in answer:
             answer = answer[key]
     return escaped(str(answer)[:500])
+
+
+def refusal(status: int, body: bytes, *, what: str = "generation") -> Exception:
+    """Return the error that a status other than 200 means: 4xx is the request's own fault."""
+    message = error_message(body)
+    if 400 <= status < 500 and status not in (408, 429):
+        return GenerationError(f"{what}: refused with status {status}: {message}")
+    return ServerFault(f"status {status}: {message}")
 
 
 def _timeout(deadline_s: float) -> httpx.Timeout:

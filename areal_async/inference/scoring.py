@@ -18,10 +18,9 @@ from areal_async.inference.client import (
     MAX_BACKOFF_S,
     MAX_FRUITLESS_STREAMS,
     check_prompt,
-    refusal,
 )
 from areal_async.inference.faults import ServerFault
-from areal_async.inference.http import JSON, TRANSPORT_ERRORS, make_client
+from areal_async.inference.http import JSON, TRANSPORT_ERRORS, make_client, refusal
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.telemetry import wait_graph
 

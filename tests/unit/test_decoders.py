@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from areal_async.errors import WireError
 from areal_async.inference.faults import ServerFault
-from areal_async.inference.sse import MAX_EVENT_BYTES, EventSplitter
+from areal_async.inference.streams import MAX_EVENT_BYTES, EventSplitter
 from areal_async.protocol import types, wire
 from tools.decoders import DECODERS, Decoder, decoder
 from tools.fuzz import MAX_GROWTH_BYTES, fuzz, input_of, peak_bytes
