@@ -16,9 +16,9 @@ from typing import Protocol
 from areal_async.api import Message
 from areal_async.config.settings import PolicySettings, SamplingSettings
 from areal_async.inference.pool import ServerPool
+from areal_async.rollout.policy.generation import Generator
 from areal_async.rollout.policy.messages import checked_messages
 from areal_async.rollout.policy.offload import beside_if_long
-from areal_async.rollout.policy.policy import Generator
 from areal_async.rollout.policy.text import ContextRoom, TextCodec
 from areal_async.rollout.user_code.task_scope import unscoped
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_async.inference.pool import ServerHandle
 from areal_async.protocol.types import Turn
-from areal_async.rollout.policy.policy import Generator
+from areal_async.rollout.policy.generation import Generator
 from areal_async.telemetry.wait_graph import EndedWait
 
 Interval = tuple[float, float]

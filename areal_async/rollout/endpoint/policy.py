@@ -11,7 +11,9 @@ from areal_async.config.settings import SamplingSettings
 from areal_async.errors import RolloutError
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.endpoint.session import Session
-from areal_async.rollout.policy.policy import CallParser, Generator, PolicyRole, RecordingPolicy
+from areal_async.rollout.policy.generation import Generator
+from areal_async.rollout.policy.policy import PolicyRole, RecordingPolicy
+from areal_async.rollout.policy.replies import CallParser
 from areal_async.rollout.policy.text import TextCodec
 
 

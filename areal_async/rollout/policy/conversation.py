@@ -78,9 +78,10 @@ class RenderedPrompt:
 class Conversations:
     """All conversations of one trajectory."""
 
-    def __init__(self, codec: TextCodec) -> None:
+    def __init__(self, codec: TextCodec, recorded: Sequence[RecordedReply]) -> None:
+        """``recorded``: what may be gone on from; it grows."""
         self._codec = codec
-        self._recorded: list[RecordedReply] = []
+        self._recorded = recorded
 
     def open(
         self, messages: Sequence[Message], tools: Schemas = (), *, rooms: Sequence[ContextRoom] = ()
@@ -110,11 +111,6 @@ class Conversations:
         return RenderedPrompt(
             [*seen, *deepcopy(messages[start:])], deepcopy(tools), prompt_ids, is_break, is_in_thought(text)
         )
-
-    def record(self, opening: RenderedPrompt, message: Message, turn: Turn) -> None:
-        """Take in a reply, as its ``message`` is given to the workflow."""
-        messages = [*opening.messages, deepcopy(message)]
-        self._recorded.append(RecordedReply(messages=messages, message=message, tools=opening.tools, turn=turn))
 
     def _base(self, messages: list[Message], tools: Schemas, text: str) -> tuple[RecordedReply | None, str]:
         """Return the longest recorded conversation that goes on here, and the part of ``text`` it stands for."""

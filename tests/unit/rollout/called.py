@@ -7,7 +7,7 @@ from areal_async.config.settings import SamplingSettings, Settings
 from areal_async.protocol.types import Prompt, Trajectory
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
-from areal_async.rollout.policy.policy import Generator
+from areal_async.rollout.policy.generation import Generator
 from areal_async.rollout.slots import SlotSpec
 from areal_async.rollout.workflow_call import TaskWorkflow, WorkflowCall
 from tests.unit.rollout.byte_model import codec

@@ -10,7 +10,8 @@ from areal_async.config.settings import EndpointSettings, SamplingSettings
 from areal_async.rollout.endpoint.admission import AdmissionLimits
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
-from areal_async.rollout.policy.policy import CallParser, Generator
+from areal_async.rollout.policy.generation import Generator
+from areal_async.rollout.policy.replies import CallParser
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with
 

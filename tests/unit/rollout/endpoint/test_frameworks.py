@@ -21,7 +21,7 @@ from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.protocol.types import Turn
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
-from areal_async.rollout.policy.policy import Generator
+from areal_async.rollout.policy.generation import Generator
 from areal_async.rollout.policy.text import load_codec
 from tests.unit.inference.embedded_engine import Server
 from tests.unit.rollout.endpoint.terse import build_terse

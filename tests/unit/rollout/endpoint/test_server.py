@@ -17,7 +17,7 @@ from areal_async.inference.pool import ServerHandle
 from areal_async.protocol.types import Prompt, Turn
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
-from areal_async.rollout.policy.policy import Generator
+from areal_async.rollout.policy.generation import Generator
 from areal_async.rollout.rewards.reply_rewards import Ending, Scores
 from areal_async.telemetry import tracing
 from tests.unit.rollout.byte_model import ScriptedModel

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from areal_async.errors import WorkflowError
 from areal_async.protocol.types import Turn, VersionSpan
-from areal_async.rollout.policy.conversation import Conversations, RenderedPrompt
+from areal_async.rollout.policy.conversation import Conversations, RecordedReply, RenderedPrompt
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.text import TextCodec
 from tests.unit.rollout.chat_templates import TEMPLATES, codec_with, tokenizer_with
@@ -35,9 +35,10 @@ class Talk:
     codec: TextCodec
     conversations: Conversations = field(init=False)
     turns: list[Turn] = field(default_factory=list)
+    recorded: list[RecordedReply] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.conversations = Conversations(self.codec)
+        self.conversations = Conversations(self.codec, self.recorded)
 
     def open(self, messages: list[Message], tools: list[Message] | None = None) -> RenderedPrompt:
         return self.conversations.open(messages, tools or [])
@@ -53,7 +54,8 @@ class Talk:
         )
         self.turns.append(turn)
         message = message or {"role": "assistant", "content": self.codec.decode(output_ids)}
-        self.conversations.record(opening, message, turn)
+        said = [*opening.messages, deepcopy(message)]
+        self.recorded.append(RecordedReply(messages=said, message=message, tools=opening.tools, turn=turn))
         return message
 
     def ask(self, messages: list[Message], output_ids: list[int], tools: list[Message] | None = None) -> Message:
