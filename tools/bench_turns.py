@@ -40,9 +40,9 @@ from areal_async.inference.client import InferenceClient
 from areal_async.inference.pool import ServerPool
 from areal_async.process.gc_pauses import spare_pauses
 from areal_async.protocol.types import Prompt, Ticket
+from areal_async.rollout.group import run_ticket
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.policy.text import TextCodec
-from areal_async.rollout.runner import run_ticket
 from areal_async.telemetry.exporters.traces import recording
 from tests.unit.rollout.chat_templates import codec_with
 from tools.bench_streams import watch_lag

@@ -6,9 +6,9 @@ import structlog
 from areal_async.bus import Delivery
 from areal_async.errors import Reject
 from areal_async.protocol.types import EvalResult, EvalTicket, Prompt
+from areal_async.rollout.lease import returned_unless_done, run_heartbeats
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.rewards.reply_rewards import Scores
-from areal_async.rollout.runner import returned_unless_done, run_heartbeats
 from areal_async.rollout.slots import version_range
 from areal_async.rollout.user_code.boundary import text_of
 from areal_async.rollout.user_code.loop_block_report import Work

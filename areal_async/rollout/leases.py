@@ -14,9 +14,10 @@ from areal_async.protocol.run_state import Changes
 from areal_async.protocol.subjects import CHANGES
 from areal_async.protocol.types import EvalTicket, Ticket
 from areal_async.rollout.evaluate import run_eval_ticket
+from areal_async.rollout.group import run_ticket
+from areal_async.rollout.lease import returned_unless_done
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.recovery import RowKey, row_key
-from areal_async.rollout.runner import returned_unless_done, run_ticket
 from areal_async.rollout.settled import SettledGroups
 from areal_async.telemetry import wait_graph
 

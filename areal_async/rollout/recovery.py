@@ -10,9 +10,9 @@ import structlog
 
 from areal_async.protocol.types import EvalResult, EvalTicket, Slot, SlotStatus, StoredMessage, Ticket
 from areal_async.rollout.evaluate import publish_result
+from areal_async.rollout.group import stored_messages
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.publish import Outbox
-from areal_async.rollout.runner import stored_messages
 from areal_async.rollout.settled import SettledGroups
 from areal_async.rollout.slots import failed_trajectory, missing_siblings
 from areal_async.rollout.user_code.loop_block_report import HELD_UP, Blockage, BlockageFile

@@ -101,7 +101,7 @@ class Trial:
                 running.start_soon(run_one, number)
 
     async def run_siblings(self, prompt: Prompt, siblings: Sequence[int]) -> list[Attempt]:
-        """Run what one call of the workflow fills, as ``runner`` does for a ticket."""
+        """Run what one call of the workflow fills, as ``group`` does for a ticket."""
         group_id = str(GroupId(prompt.epoch, prompt.index, 0))
         slots = [
             SlotSpec.of(
