@@ -141,9 +141,9 @@ async def read_status(settings: Settings, bus: Bus, *, ask_live: AskLive) -> Sta
     except WireError:  # what is damaged is for `doctor` to say
         return status
     accounts.held = Version.parse(status.weights_version) if status.weights_version else None
-    return replace(
-        status, admitted=accounts.admitted.total, settled=accounts.num_settled, in_flight=accounts.num_in_flight
-    )
+    settled = accounts.num_settled
+    admitted = max(accounts.admitted.total, settled)  # a controller that died had not yet counted its last tickets
+    return replace(status, admitted=admitted, settled=settled, in_flight=admitted - settled)
 
 
 async def read_snapshot(

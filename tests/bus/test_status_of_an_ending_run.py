@@ -9,9 +9,10 @@ import pytest
 from areal_async.bus import Bus, EmbeddedBroker, Report, Role, declare, gather_reports, open_bus
 from areal_async.config.settings import Settings
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.monitor.snapshot import Status, ask_status
+from areal_async.monitor.snapshot import Status, ask_status, locked, read_status
 from areal_async.protocol.run_state import RunState
 from areal_async.protocol.subjects import RUN_STATE
+from areal_async.protocol.types import Outcome, OutcomeKind
 from tests.brokers import until
 from tools.faults_proxy import Proxy
 
@@ -69,3 +70,27 @@ async def test_a_broker_that_falls_silent_while_it_is_asked_is_told_from_a_run_t
     (status,) = found
     assert status.state == state
     assert ("no success within" in status.reason) is not does_end
+
+
+async def test_what_a_dead_controller_had_not_counted_as_admitted_is_told_as_settled_and_admitted(
+    settings: Settings,
+) -> None:
+    directory = RunDirectory(settings.run_directory)
+    directory.write_settings(settings)
+    broker = EmbeddedBroker(settings)
+    await broker.start()
+    try:
+        key = broker.credentials(Role.OPERATOR)
+        async with open_bus(broker.url, names=settings.names, role=Role.OPERATOR, credentials=key) as bus:
+            await declare(bus, settings)
+            await bus.put(RUN_STATE, RunState(state="failed"))
+        key = broker.credentials(Role.CONTROLLER)
+        async with open_bus(broker.url, names=settings.names, role=Role.CONTROLLER, credentials=key) as bus:
+            dead = Outcome(group_id="0-1-0", kind=OutcomeKind.DEAD, lineage=0)
+            await bus.publish(settings.names.outcomes, dead, msg_id="0-1-0")
+        key = broker.credentials(Role.OPERATOR)
+        async with open_bus(broker.url, names=settings.names, role=Role.OPERATOR, credentials=key) as bus:
+            status = await read_status(settings, bus, ask_live=locked(directory))
+    finally:
+        await broker.aclose()
+    assert (status.admitted, status.settled, status.in_flight) == (1, 1, 0)
