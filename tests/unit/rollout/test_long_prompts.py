@@ -94,8 +94,8 @@ async def test_a_server_that_was_met_bounds_a_prompt_too() -> None:
     tokenizer = WatchedTokenizer()
     policy = policy_with(tokenizer, [97, END], [97, END])
     await ask(policy, "chat", SHORT)
-    assert policy._server is not None
-    policy._server.context_tokens = 1000
+    assert policy._turns.server is not None
+    policy._turns.server.context_tokens = 1000
     tokenizer.encoded.clear()
 
     with pytest.raises(ContextFull, match=r"inference\.context_length or the model's"):
