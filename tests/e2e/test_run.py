@@ -67,11 +67,13 @@ class Run:
 
     @property
     def trained(self) -> list[dict[str, Any]]:
-        """Rows of the archive, without what an abandoned lineage trained."""
+        """Rows of the archive in the order of steps, without what an abandoned lineage trained."""
         import pyarrow.parquet as pq
 
         return [
-            row for path in self.directory.glob("trajectories/*.parquet") for row in pq.read_table(path).to_pylist()
+            row
+            for path in sorted(self.directory.glob("trajectories/*.parquet"))
+            for row in pq.read_table(path).to_pylist()
         ]
 
     def wait_for_step(self, step: int, process: "subprocess.Popen[str]") -> None:
