@@ -101,6 +101,17 @@ class FaultRun:
                 start_new_session=True,
             )
 
+    def order(self, verb: str) -> None:
+        """Give the live run an order, ``pause`` or ``resume``, as a user would; it was obeyed when this returns.
+
+        Raises:
+            FaultFailed: the verb ended with another status than 0.
+        """
+        command = [sys.executable, "-m", "areal_async", verb, "--run", str(self.directory)]
+        done = subprocess.run(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise FaultFailed(f"{verb} ended with status {done.returncode}: {done.stderr.strip()}")
+
     def start_role(self, *words: str, environment: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
         """Start one more process of a role, as a second launcher would."""
         with open(self._output, "ab") as output:
