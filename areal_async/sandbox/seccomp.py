@@ -18,8 +18,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 
-_Calls = Mapping[str, tuple[int | None, int | None]]
-
 _LOAD, _AND, _EQUAL, _GREATER, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _ARGUMENT_BYTES = 0, 4, 16, 8
 """Offsets in ``seccomp_data``; of the arguments the lower half, on little-endian machines."""
@@ -50,34 +48,6 @@ _MEMORY_ADVICE = (12, 20, 21)
 """``MADV_{MERGEABLE,COLD,PAGEOUT}``: what is swapped out is in no process; shared files leave the cache."""
 _RWF_NOWAIT = 0x8
 _NEWEST_KNOWN = 448
-_SAME_EVERYWHERE = {
-    "io_uring_setup": 425,
-    "io_uring_enter": 426,
-    "io_uring_register": 427,
-    "open_tree": 428,
-    "move_mount": 429,
-    "fsopen": 430,
-    "fsconfig": 431,
-    "fsmount": 432,
-    "fspick": 433,
-    "pidfd_getfd": 438,
-    "process_madvise": 440,
-    "mount_setattr": 442,
-    "quotactl_fd": 443,
-    "landlock_create_ruleset": 444,
-    "landlock_add_rule": 445,
-    "landlock_restrict_self": 446,
-    "memfd_secret": 447,
-    "process_mrelease": 448,
-}
-"""Numbers of calls that are the same on every architecture: those since Linux 5.1."""
-
-
-_ANSWERED_EVERYWHERE = {"clone3": (435, errno.ENOSYS), "openat2": (437, errno.ENOSYS)}
-"""Their flags are behind a pointer; the C library falls back on the older calls."""
-_ANSWERS = {"fsync": 0, "fdatasync": 0, "sync_file_range": 0, "sendfile": errno.ENOTSOCK}
-"""Done without being done: nothing that a program may write is on a disk, and the machine's would be flushed. Who calls
-``sendfile`` copies by other means on this error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +64,9 @@ class Rule:
     """An argument and its value: with another the rule does not hold."""
 
 
-# Numbers of calls on x86_64 and on aarch64; None where a machine does not have the call.
+_Calls = Mapping[str, int | tuple[int | None, int | None]]
+"""Numbers of calls: one where it is the same on every machine, as of those since Linux 5.1, else that on x86_64 and
+that on aarch64; None where a machine does not have the call."""
 _LOOKED_INTO: _Calls = {
     "open": (2, None),
     "mmap": (9, 222),
@@ -110,108 +82,70 @@ _LOOKED_INTO: _Calls = {
     "preadv2": (327, 286),
 }
 """Calls that have rules."""
-_ANSWERED: _Calls = {
-    "sendfile": (40, 71),
-    "fsync": (74, 82),
-    "fdatasync": (75, 83),
-    "sync_file_range": (277, 84),
+_ANSWERED: Mapping[int, _Calls] = {
+    0: {"fsync": (74, 82), "fdatasync": (75, 83), "sync_file_range": (277, 84)},
+    errno.ENOTSOCK: {"sendfile": (40, 71)},
+    errno.ENOSYS: {"clone3": 435, "openat2": 437},
 }
-_REFUSED: _Calls = {
-    "mincore": (27, 232),
-    "shmget": (29, 194),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "flock": (73, 32),
-    "sysinfo": (99, 179),
-    "ptrace": (101, 117),
-    "syslog": (103, 116),
-    "uselib": (134, None),
-    "personality": (135, 92),
-    "vhangup": (153, 58),
-    "modify_ldt": (154, None),
-    "pivot_root": (155, 41),
-    "adjtimex": (159, 171),
-    "chroot": (161, 51),
-    "sync": (162, 81),
-    "acct": (163, 89),
-    "settimeofday": (164, 170),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "reboot": (169, 142),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "init_module": (175, 105),
-    "delete_module": (176, 106),
-    "quotactl": (179, 60),
-    "nfsservctl": (180, 42),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "io_setup": (206, 0),
-    "lookup_dcookie": (212, 18),
-    "fadvise64": (221, 223),
-    "clock_settime": (227, 112),
-    "mbind": (237, 235),
-    "set_mempolicy": (238, 237),
-    "get_mempolicy": (239, 236),
-    "kexec_load": (246, 104),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "ioprio_set": (251, 30),
-    "inotify_init": (253, None),
-    "inotify_add_watch": (254, 27),
-    "migrate_pages": (256, 238),
-    "unshare": (272, 97),
-    "splice": (275, 76),
-    "tee": (276, 77),
-    "vmsplice": (278, 75),
-    "move_pages": (279, 239),
-    "inotify_init1": (294, 26),
-    "perf_event_open": (298, 241),
-    "fanotify_init": (300, 262),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "clock_adjtime": (305, 266),
-    "syncfs": (306, 267),
-    "setns": (308, 268),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "finit_module": (313, 273),
-    "seccomp": (317, 277),
-    "memfd_create": (319, 279),
-    "kexec_file_load": (320, 294),
-    "bpf": (321, 280),
-    "userfaultfd": (323, 282),
+"""Error -> calls that get it, 0 for none. To sync is done without being done: nothing that a program may write is on a
+disk, and the machine's would be flushed. Who calls ``sendfile`` copies by other means on this error. The flags of the
+last are behind a pointer; the C library falls back on the older calls."""
+_REFUSED: Mapping[str, _Calls] = {
+    "other processes": {"ptrace": (101, 117), "kcmp": (312, 272), "pidfd_getfd": 438},
+    "their memory": {"process_vm_readv": (310, 270), "process_vm_writev": (311, 271)},
+    "how they use it": {"process_madvise": 440, "process_mrelease": 448, "userfaultfd": (323, 282)},
+    "memory by its node": {"mbind": (237, 235), "set_mempolicy": (238, 237), "get_mempolicy": (239, 236)},
+    "pages and their nodes": {"migrate_pages": (256, 238), "move_pages": (279, 239)},
+    "namespaces": {"unshare": (272, 97), "setns": (308, 268)},
+    "mounts": {"mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51)},
+    "mounts by new calls": {"open_tree": 428, "move_mount": 429, "fsmount": 432, "mount_setattr": 442},
+    "file systems": {"fsopen": 430, "fsconfig": 431, "fspick": 433, "nfsservctl": (180, 42)},
+    "disks": {"sync": (162, 81), "syncfs": (306, 267), "quotactl": (179, 60), "quotactl_fd": 443},
+    "swap, and turns at a disk": {"swapon": (167, 224), "swapoff": (168, 225), "ioprio_set": (251, 30)},
+    "clocks": {"settimeofday": (164, 170), "adjtimex": (159, 171)},
+    "clocks by their number": {"clock_settime": (227, 112), "clock_adjtime": (305, 266)},
+    "names of the machine": {"sethostname": (170, 161), "setdomainname": (171, 162)},
+    "the machine": {"reboot": (169, 142), "sysinfo": (99, 179), "acct": (163, 89), "vhangup": (153, 58)},
+    "its hardware": {"iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None)},
+    "other kernels": {"kexec_load": (246, 104), "kexec_file_load": (320, 294)},
+    "modules": {"init_module": (175, 105), "delete_module": (176, 106), "finit_module": (313, 273)},
+    "how programs run": {"uselib": (134, None), "personality": (135, 92)},
+    "keys": {"add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
+    "the kernel's log and counters": {"syslog": (103, 116), "perf_event_open": (298, 241)},
+    "programs for the kernel": {"bpf": (321, 280), "seccomp": (317, 277)},
+    "rules of one's own": {"landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446},
+    "io_uring": {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "io_setup": (206, 0)},
+    "System V": {"shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186)},
+    "files in memory": {"memfd_create": (319, 279), "memfd_secret": 447},
+    "pages in pipes": {"splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75)},
+    "attributes": {"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7)},
+    "watches": {"inotify_init": (253, None), "inotify_init1": (294, 26), "inotify_add_watch": (254, 27)},
+    "watches on mounts": {"fanotify_init": (300, 262), "lookup_dcookie": (212, 18)},
+    "handles": {"name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265)},
+    "shared files": {"mincore": (27, 232), "flock": (73, 32), "fadvise64": (221, 223)},
 }
+"""What they reach -> calls."""
 
 
-def _numbers(calls: _Calls, machine: int) -> dict[str, int]:
-    """Return one machine's numbers of the calls that it has, in ascending order."""
-    numbers = {name: number for name, both in calls.items() if (number := both[machine]) is not None}
-    return dict(sorted(numbers.items(), key=itemgetter(1)))
-
-
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """Numbers of one machine."""
+    """A kind of machine."""
 
-    def __init__(self, machine: int, *, audit: int, o_direct: int) -> None:
-        """Take the position of its numbers in the tables."""
-        self.audit = audit
-        self.o_direct = o_direct
-        self.looked_into = _numbers(_LOOKED_INTO, machine)
-        self.answered = _numbers(_ANSWERED, machine)
-        self.refused = _numbers(_REFUSED, machine)
+    position: int
+    """Of its numbers in the tables."""
+    audit: int
+    o_direct: int
+
+    def numbers(self, *tables: _Calls) -> dict[str, int]:
+        """Return its numbers of the calls that it has, in ascending order."""
+        given = {name: number for calls in tables for name, number in calls.items()}
+        own = {name: number if isinstance(number, int) else number[self.position] for name, number in given.items()}
+        return dict(sorted(((name, number) for name, number in own.items() if number is not None), key=itemgetter(1)))
 
 
 ARCHITECTURES = {
-    "x86_64": Architecture(0, audit=0xC000003E, o_direct=0x4000),
-    "aarch64": Architecture(1, audit=0xC00000B7, o_direct=0x10000),
+    "x86_64": Architecture(position=0, audit=0xC000003E, o_direct=0x4000),
+    "aarch64": Architecture(position=1, audit=0xC00000B7, o_direct=0x10000),
 }
 
 
@@ -242,15 +176,15 @@ def _rules(machine: Architecture) -> Iterator[Rule]:
     past_the_cache = (machine.o_direct,)
     yield Rule(call="fcntl", argument=2, mask=machine.o_direct, refused=past_the_cache, only_with=(1, _F_SETFL))
     yield Rule(call="openat", argument=2, mask=machine.o_direct, refused=past_the_cache)
-    if "open" in machine.looked_into:
-        yield Rule(call="open", argument=1, mask=machine.o_direct, refused=past_the_cache)
+    yield Rule(call="open", argument=1, mask=machine.o_direct, refused=past_the_cache)
     yield Rule(call="preadv2", argument=5, mask=_RWF_NOWAIT, refused=(_RWF_NOWAIT,))  # whether it is in the cache
 
 
 def _instructions(machine: Architecture) -> Iterator[tuple[int, int, int, int]]:
-    answered = {number: _ANSWERS[name] for name, number in machine.answered.items()}
-    answered |= dict(_ANSWERED_EVERYWHERE.values())
-    answered |= dict.fromkeys((*machine.refused.values(), *_SAME_EVERYWHERE.values()), errno.EPERM)
+    looked_into = machine.numbers(_LOOKED_INTO)
+    answers = {number: error for error, calls in _ANSWERED.items() for number in machine.numbers(calls).values()}
+    answered = dict(sorted(answers.items()))
+    answered |= dict.fromkeys(machine.numbers(*_REFUSED.values()).values(), errno.EPERM)
     yield _load(_ARCHITECTURE)
     yield _EQUAL, 1, 0, machine.audit
     yield _give(_KILL)
@@ -261,9 +195,10 @@ def _instructions(machine: Architecture) -> Iterator[tuple[int, int, int, int]]:
         yield _EQUAL, 0, 1, number
         yield _give(_ERRNO | error)
     for rule in _rules(machine):
-        body = list(_body(rule))
-        yield _EQUAL, 0, len(body), machine.looked_into[rule.call]
-        yield from body
+        if rule.call in looked_into:
+            body = list(_body(rule))
+            yield _EQUAL, 0, len(body), looked_into[rule.call]
+            yield from body
     yield _give(_ALLOW)
 
 
