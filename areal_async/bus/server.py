@@ -28,7 +28,11 @@ from areal_async.errors import BusError, UserError
 from areal_async.process.file_locks import sign, try_lock
 from areal_async.process.host import LOOPBACK, check_address, free_port
 from areal_async.process.plain_text import escaped, read_tail
+from areal_async.protocol.events import now
+from areal_async.protocol.run_state import CrewState
 
+BROKER = "broker"
+"""Its name among the groups of processes of a run."""
 START_DEADLINE_S = 20.0
 NUM_STARTS = 3
 PORT_TAKEN = "address already in use"
@@ -104,17 +108,13 @@ class EmbeddedBroker:
     """The broker of one run. ``start``, then ``run`` in a task group, then ``aclose``."""
 
     def __init__(
-        self,
-        settings: Settings,
-        *,
-        host: str = LOOPBACK,
-        on_change: Callable[[str, str, int], None] = lambda _state, _reason, _starts: None,
+        self, settings: Settings, *, host: str = LOOPBACK, on_change: Callable[[CrewState], None] = lambda _: None
     ) -> None:
         """Prepare it.
 
         Args:
             host: the address of this host at which it listens and is found.
-            on_change: told of every start (``running``) and death (``died``): state, reason, number of starts.
+            on_change: told of every start (``running``) and death (``died``).
         """
         self._settings = settings
         self._host = host
@@ -199,7 +199,7 @@ class EmbeddedBroker:
             num_recent = sum(1 for at in deaths if at > anyio.current_time() - RESTART_WINDOW_S)
             log.warning("broker.died", status=status, num_recent=num_recent)
             how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-            self._on_change("died", f"broker ended {how}", self._num_starts)
+            self._note_change("died", f"broker ended {how}")
             if num_recent > MAX_RESTARTS:
                 raise BusError(
                     f"embedded broker: died {num_recent} times in {RESTART_WINDOW_S:g} s, last with status {status}; "
@@ -290,12 +290,15 @@ class EmbeddedBroker:
             while self._process.returncode is None:
                 if (await _health(self._http_port))[0] == HEALTHY:
                     self._num_starts += 1
-                    self._on_change("running", "", self._num_starts)
+                    self._note_change("running")
                     return
                 await anyio.sleep(0.01)
         status = self._process.returncode
         what = f"not healthy within {START_DEADLINE_S:g} s" if status is None else f"ended with status {status}"
         raise BusError(f"embedded broker: {what}; its last words: {self._last_words()}")
+
+    def _note_change(self, state: str, reason: str = "") -> None:
+        self._on_change(CrewState(name=BROKER, state=state, reason=reason, num_starts=self._num_starts, at=now()))
 
     def _open_log(self) -> int:
         self._log_path.parent.mkdir(exist_ok=True)

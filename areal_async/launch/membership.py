@@ -10,20 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import anyio
+import msgspec
 import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from areal_async.bus import Bus
+from areal_async.bus.server import BROKER
 from areal_async.controller.reports import AwakeClock
 from areal_async.errors import WireError
-from areal_async.launch.supervisor import GroupChange
-from areal_async.protocol.events import Event, RoleLeft, RoleLost, RoleReturned, RoleStarted
+from areal_async.protocol.events import Event, RoleLeft, RoleLost, RoleReturned, RoleStarted, now
 from areal_async.protocol.run_state import CrewState
 from areal_async.protocol.subjects import TOKEN
 from areal_async.protocol.wire import decode_json
 from areal_async.telemetry import wait_graph
 
-BROKER = "broker"
 TICK_S = 0.25
 SILENT_S = 2.5
 """Everybody speaks every second."""
@@ -54,47 +54,47 @@ class Membership:
         self._known: dict[str, _Known] = {}
         self._heard_s = -math.inf
 
-    def on_change(self, change: GroupChange, *, now_s: float) -> Iterator[Event]:
+    def on_change(self, change: CrewState, *, now_s: float) -> Iterator[Event]:
         """Take in what the launcher itself has done or seen."""
-        known = self._known.setdefault(change.group, _Known(change.state, change.num_starts))
+        known = self._known.setdefault(change.name, _Known(change.state, change.num_starts))
         known.state, known.num_starts, known.heard_s = change.state, change.num_starts, None
         match change.state:
             case "running" if change.num_starts == 1:
-                yield RoleStarted(crew=change.group, at=change.at)
+                yield RoleStarted(crew=change.name, at=change.at)
             case "died":
                 known.lost_s = now_s
-                yield RoleLost(crew=change.group, reason=change.reason, num_starts=change.num_starts, at=change.at)
+                yield RoleLost(crew=change.name, reason=change.reason, num_starts=change.num_starts, at=change.at)
             case "finished" | "stopped":
-                yield RoleLeft(crew=change.group, at=change.at)
+                yield RoleLeft(crew=change.name, at=change.at)
 
-    def on_report(self, group: str, *, now_s: float) -> Iterator[Event | GroupChange]:
+    def on_report(self, group: str, *, now_s: float) -> Iterator[Event | CrewState]:
         """Take in that a process of a group has spoken."""
         self._heard_s = now_s
         known = self._known.get(group)
         if known is None:
             self._known[group] = _Known("running", 1, heard_s=now_s)
-            yield GroupChange(group=group, state="running", num_starts=1)
+            yield CrewState(name=group, state="running", num_starts=1, at=now())
             yield RoleStarted(crew=group)
             return
         if known.heard_s is not None:
             known.heard_s = now_s
             if known.state != "running":
                 known.state, known.num_starts = "running", known.num_starts + 1
-                yield GroupChange(group=group, state="running", num_starts=known.num_starts)
+                yield CrewState(name=group, state="running", num_starts=known.num_starts, at=now())
         if known.state == "running" and known.lost_s is not None:
             away_s = round(now_s - known.lost_s, 1)
             known.lost_s = None
             yield RoleReturned(crew=group, num_starts=known.num_starts, away_s=away_s)
 
-    def on_farewell(self, group: str) -> Iterator[Event | GroupChange]:
+    def on_farewell(self, group: str) -> Iterator[Event | CrewState]:
         """Take in that a process has said farewell; of one that the launcher keeps it knows better itself."""
         known = self._known.get(group)
         if known is not None and known.heard_s is not None and known.state == "running":
             known.state = "stopped"
-            yield GroupChange(group=group, state="stopped", num_starts=known.num_starts)
+            yield CrewState(name=group, state="stopped", num_starts=known.num_starts, at=now())
             yield RoleLeft(crew=group)
 
-    def check(self, *, now_s: float) -> Iterator[Event | GroupChange]:
+    def check(self, *, now_s: float) -> Iterator[Event | CrewState]:
         """Look who is not heard any more."""
         if now_s - self._heard_s > DEAF_S:
             return
@@ -102,7 +102,7 @@ class Membership:
             if known.heard_s is not None and known.state == "running" and now_s - known.heard_s > SILENT_S:
                 known.state, known.lost_s = "died", now_s
                 reason = f"not heard for {now_s - known.heard_s:.1f} s"
-                yield GroupChange(group=group, state="died", num_starts=known.num_starts, reason=reason)
+                yield CrewState(name=group, state="died", num_starts=known.num_starts, reason=reason, at=now())
                 yield RoleLost(crew=group, reason=reason, num_starts=known.num_starts)
 
 
@@ -115,7 +115,7 @@ class MembershipPublisher:
         self._reasons: dict[str, str] = {}
         self._clock_s = time.monotonic()
 
-    async def run_changes(self, changes: MemoryObjectReceiveStream[GroupChange]) -> None:
+    async def run_changes(self, changes: MemoryObjectReceiveStream[CrewState]) -> None:
         """Tell what becomes of the groups that the launcher keeps.
 
         consumes:     changes
@@ -128,8 +128,8 @@ class MembershipPublisher:
                 await self._publish(change)
                 for event in self._membership.on_change(change, now_s=self._clock_s):
                     await self._publish(event)
-                if change.group == BROKER:  # that what is told here was stored is its return
-                    await self._publish_all(self._membership.on_report(change.group, now_s=self._clock_s))
+                if change.name == BROKER:  # that what is told here was stored is its return
+                    await self._publish_all(self._membership.on_report(change.name, now_s=self._clock_s))
 
     async def run_reports(self) -> None:
         """Tell who is heard again, who joins, and who has joined and falls silent; until cancelled."""
@@ -153,17 +153,16 @@ class MembershipPublisher:
             self._clock_s = clock.tick(time.monotonic())
             await self._publish_all(self._membership.check(now_s=self._clock_s))
 
-    async def _publish_all(self, news: Iterator[Event | GroupChange]) -> None:
+    async def _publish_all(self, news: Iterator[Event | CrewState]) -> None:
         for one in list(news):
             await self._publish(one)
 
-    async def _publish(self, news: Event | GroupChange) -> None:
+    async def _publish(self, news: Event | CrewState) -> None:
         if isinstance(news, Event):
             await self._bus.publish_event(news)
             return
-        self._reasons[news.group] = reason = news.reason or self._reasons.get(news.group, "")
-        state = CrewState(name=news.group, state=news.state, reason=reason, num_starts=news.num_starts, at=news.at)
-        await self._bus.put(self._bus.names.crew_key(news.group), state)
+        self._reasons[news.name] = reason = news.reason or self._reasons.get(news.name, "")
+        await self._bus.put(self._bus.names.crew_key(news.name), msgspec.structs.replace(news, reason=reason))
 
 
 def group_of_metrics(subject: str) -> str:

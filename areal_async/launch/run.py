@@ -29,7 +29,7 @@ from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
 from areal_async.launch.heartbeat_lock import own_holder, run_beats, wait_released
 from areal_async.launch.lost import find_lost
-from areal_async.launch.membership import BROKER, MembershipPublisher
+from areal_async.launch.membership import MembershipPublisher
 from areal_async.launch.orders import run_stop_orders, take_back_stop
 from areal_async.launch.plan import plan_groups
 from areal_async.launch.reach import refuse_loopback
@@ -37,9 +37,9 @@ from areal_async.launch.rotation import run_rotation
 from areal_async.launch.run_directory import FirstStart, LiveError, RunDirectory
 from areal_async.launch.stalls import StallWatch
 from areal_async.launch.starts import LAST_WORDS_S, Start, begin, has_tickets, is_finished, resume_point
-from areal_async.launch.supervisor import GroupChange, Notify, RunEnd, RunSupervisor
+from areal_async.launch.supervisor import Notify, RunEnd, RunSupervisor
 from areal_async.process.host import LOOPBACK, visible_gpus
-from areal_async.protocol.run_state import RunState, SharedSettings
+from areal_async.protocol.run_state import CrewState, RunState, SharedSettings
 from areal_async.protocol.subjects import LAUNCHER, NODES, RUN_STATE, SETTINGS
 from areal_async.rollout.user_code.source_hashes import source_hashes
 
@@ -77,9 +77,9 @@ async def launch(
     """
     groups = plan_groups(settings, directory, gpus=visible_gpus(), hosts=backend.hosts)
     host = await _broker_host(settings, backend, notify)
-    said, changes = anyio.create_memory_object_stream[GroupChange](math.inf)  # a group changes a few times at most
+    said, changes = anyio.create_memory_object_stream[CrewState](math.inf)  # a group changes a few times at most
 
-    def note(change: GroupChange) -> None:
+    def note(change: CrewState) -> None:
         with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # the run has ended
             said.send_nowait(change)
 
@@ -346,7 +346,7 @@ async def _open_run(
     *,
     host: str,
     is_fresh: bool,
-    on_change: Callable[[GroupChange], None],
+    on_change: Callable[[CrewState], None],
     notify: Notify,
 ) -> AsyncIterator[Bus]:
     """Have a broker with the run's streams, its address in the run directory, and the operator's connection to it."""
@@ -361,16 +361,12 @@ async def _open_run(
 
 @asynccontextmanager
 async def _broker(
-    settings: Settings, host: str = LOOPBACK, on_change: Callable[[GroupChange], None] = lambda _: None
+    settings: Settings, host: str = LOOPBACK, on_change: Callable[[CrewState], None] = lambda _: None
 ) -> AsyncIterator[str]:
     if settings.bus.url != EMBEDDED:
         yield settings.bus.url
         return
-
-    def tell(state: str, reason: str, num_starts: int) -> None:
-        on_change(GroupChange(group=BROKER, state=state, num_starts=num_starts, reason=reason))
-
-    broker = EmbeddedBroker(settings, host=host, on_change=tell)
+    broker = EmbeddedBroker(settings, host=host, on_change=on_change)
     await broker.start()
     try:
         async with anyio.create_task_group() as tasks:

@@ -25,6 +25,7 @@ from areal_async.errors import PipelineError, UserError
 from areal_async.launch.backend import Backend, Process, ProcessSpec
 from areal_async.launch.process_group import FAREWELL_S, Death, end_all, run_together
 from areal_async.protocol.events import now
+from areal_async.protocol.run_state import CrewState
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
@@ -37,19 +38,6 @@ STOPPING = "stopping: the trainer finishes its step and checkpoints; once more k
 
 Notify = Callable[[str], None]
 """Takes one line for the user."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupChange:
-    """What has become of a process group."""
-
-    group: str
-    state: str
-    """One of the states of ``run_state.CrewState``."""
-    num_starts: int
-    reason: str = ""
-    at: str = field(default_factory=now)
-    """Time of the change, in UTC as ISO 8601."""
 
 
 log = structlog.get_logger()
@@ -151,7 +139,7 @@ class RunSupervisor:
         backend: Backend,
         notify: Notify,
         read_failure: Callable[[], Awaitable[str | None]],
-        on_change: Callable[[GroupChange], None] = lambda _: None,
+        on_change: Callable[[CrewState], None] = lambda _: None,
         stopping: str = STOPPING,
     ) -> None:
         """Take the groups in the order in which they are to be stopped.
@@ -293,7 +281,8 @@ class RunSupervisor:
     def _note_change(self, member: _Member, state: str, reason: str = "") -> None:
         if state == "died":
             member.last_death = reason
-        self._on_change(GroupChange(group=member.group.name, state=state, num_starts=member.num_starts, reason=reason))
+        name, num_starts = member.group.name, member.num_starts
+        self._on_change(CrewState(name=name, state=state, num_starts=num_starts, reason=reason, at=now()))
 
     # The end
 

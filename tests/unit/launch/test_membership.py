@@ -1,12 +1,12 @@
 """Whoever starts, dies, falls silent or comes back is told once, with the reason and for how long it was away."""
 
 from areal_async.launch.membership import DEAF_S, SILENT_S, Membership, group_of_metrics
-from areal_async.launch.supervisor import GroupChange
 from areal_async.protocol.events import Event, RoleLeft, RoleLost, RoleReturned, RoleStarted
+from areal_async.protocol.run_state import CrewState
 
 
-def _kept(state: str, num_starts: int = 1, reason: str = "") -> GroupChange:
-    return GroupChange(group="node-0", state=state, num_starts=num_starts, reason=reason)
+def _kept(state: str, num_starts: int = 1, reason: str = "") -> CrewState:
+    return CrewState(name="node-0", state=state, num_starts=num_starts, reason=reason)
 
 
 def test_a_death_is_told_with_its_cause_and_the_return_when_its_successor_speaks() -> None:
@@ -32,7 +32,7 @@ def test_a_node_that_joined_from_elsewhere_is_lost_by_its_silence_and_returns() 
     membership = Membership()
     change, started = membership.on_report("node-far", now_s=0)
     assert isinstance(started, RoleStarted)
-    assert (change.group, change.state) == ("node-far", "running")  # type: ignore[union-attr]
+    assert (change.name, change.state) == ("node-far", "running")  # type: ignore[union-attr]
 
     list(membership.on_report("controller", now_s=SILENT_S))
     assert list(membership.check(now_s=SILENT_S)) == [], "it may be only late"
