@@ -81,65 +81,6 @@ def stream_configs(settings: Settings) -> list[dict[str, Any]]:
     Each that nodes may write to has a limit, so that there is always room in the others.
     """
     names, run = settings.names, f"areal.{settings.run.name}"
-    work: dict[str, Any] = {"retention": "workqueue"}
-    # no rollup of a bucket: by its header anyone who may write one key could purge them all
-    audit: dict[str, Any] = {"retention": "limits", "deny_delete": True}
-    bucket = {**audit, "max_msgs_per_subject": HISTORY, "allow_rollup_hdrs": False}
-    streams = {
-        names.tickets_stream: {
-            **work,
-            "subjects": [f"{run}.tickets.>"],
-            "description": "prompts to try, until they were",
-        },
-        names.trajectories_stream: {
-            **work,
-            "subjects": [f"{run}.trajectories.>"],
-            "description": "what came of them, until a checkpoint contains it",
-            "max_bytes": settings.rollout.max_stream_bytes,
-            "max_msg_size": MAX_PAYLOAD_BYTES,
-            "allow_atomic": True,
-        },
-        names.outcomes_stream: {
-            **audit,
-            "subjects": [names.outcomes, names.cuts],
-            "description": "what became of every group, and the journal of cuts",
-        },
-        names.eval_stream: {
-            **work,
-            "subjects": [f"{run}.eval.>"],
-            "description": "held-out rows and their results",
-            "max_bytes": MAX_EVAL_BYTES,
-        },
-        names.dead_stream: {
-            **audit,
-            "subjects": [f"{run}.dead.>"],
-            "description": "what failed every attempt or cannot be read",
-            "max_bytes": MAX_DEAD_BYTES,
-        },
-        names.events_stream: {
-            **audit,
-            "subjects": [names.all_events, *_advisories(names)],
-            "description": "what has happened",
-            "discard": "old",
-            "max_bytes": MAX_EVENTS_BYTES,
-            "max_msg_size": MAX_EVENT_BYTES,
-            "max_age": _ns(MAX_EVENT_AGE_S),
-        },
-        f"KV_{names.bucket}": {
-            **bucket,
-            "subjects": [f"$KV.{names.bucket}.>"],
-            "description": "the state of the run",
-        },
-        f"KV_{names.nodes_bucket}": {
-            **bucket,
-            "subjects": [f"$KV.{names.nodes_bucket}.>"],
-            "description": "what nodes say of themselves and their servers",
-            "max_msgs_per_subject": NODES_HISTORY,
-            "max_msgs": MAX_NODES_KEYS,
-            "max_msg_size": MAX_NODES_VALUE_BYTES,
-            "max_bytes": MAX_NODES_KEYS * (MAX_NODES_VALUE_BYTES + MAX_SUBJECT_BYTES),  # never reached
-        },
-    }
     common = {
         "storage": "file",
         "num_replicas": 1,
@@ -148,7 +89,63 @@ def stream_configs(settings: Settings) -> list[dict[str, Any]]:
         "duplicate_window": _ns(settings.duplicate_window_s),
         "metadata": {**SCHEMA, "areal.run": settings.run.name},
     }
-    return [{"name": name, **common, **config} for name, config in streams.items()]
+    work: dict[str, Any] = {**common, "retention": "workqueue"}
+    audit: dict[str, Any] = {**common, "retention": "limits", "deny_delete": True}
+
+    def stream(name: str, holds: str, *subjects: str, **config: Any) -> dict[str, Any]:
+        return {"name": name, "description": holds, "subjects": list(subjects), **config}
+
+    def bucket(name: str, holds: str, history: int, **config: int) -> dict[str, Any]:
+        # no rollup: by its header anyone who may write one key could purge them all
+        keys = {**audit, "max_msgs_per_subject": history, "allow_rollup_hdrs": False, **config}
+        return stream(f"KV_{name}", holds, f"$KV.{name}.>", **keys)
+
+    return [
+        stream(names.tickets_stream, "prompts to try, until they were", f"{run}.tickets.>", **work),
+        stream(
+            names.trajectories_stream,
+            "what came of them, until a checkpoint contains it",
+            f"{run}.trajectories.>",
+            **work,
+            max_bytes=settings.rollout.max_stream_bytes,
+            max_msg_size=MAX_PAYLOAD_BYTES,
+            allow_atomic=True,
+        ),
+        stream(
+            names.outcomes_stream,
+            "what became of every group, and the journal of cuts",
+            names.outcomes,
+            names.cuts,
+            **audit,
+        ),
+        stream(names.eval_stream, "held-out rows and their results", f"{run}.eval.>", **work, max_bytes=MAX_EVAL_BYTES),
+        stream(
+            names.dead_stream,
+            "what failed every attempt or cannot be read",
+            f"{run}.dead.>",
+            **audit,
+            max_bytes=MAX_DEAD_BYTES,
+        ),
+        stream(
+            names.events_stream,
+            "what has happened",
+            names.all_events,
+            *_advisories(names),
+            **{**audit, "discard": "old"},
+            max_bytes=MAX_EVENTS_BYTES,
+            max_msg_size=MAX_EVENT_BYTES,
+            max_age=_ns(MAX_EVENT_AGE_S),
+        ),
+        bucket(names.bucket, "the state of the run", HISTORY),
+        bucket(
+            names.nodes_bucket,
+            "what nodes say of themselves and their servers",
+            NODES_HISTORY,
+            max_msgs=MAX_NODES_KEYS,
+            max_msg_size=MAX_NODES_VALUE_BYTES,
+            max_bytes=MAX_NODES_KEYS * (MAX_NODES_VALUE_BYTES + MAX_SUBJECT_BYTES),  # never reached
+        ),
+    ]
 
 
 def consumer_configs(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
