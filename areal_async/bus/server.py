@@ -27,6 +27,7 @@ from areal_async.config.settings import MESSAGE_BYTES, Settings
 from areal_async.errors import BusError, UserError
 from areal_async.process.file_locks import sign, try_lock
 from areal_async.process.host import LOOPBACK, check_address, free_port
+from areal_async.process.parent_death import guarded
 from areal_async.process.plain_text import escaped, read_tail
 from areal_async.protocol.events import now
 from areal_async.protocol.run_state import CrewState
@@ -53,16 +54,6 @@ MAX_BACKOFF_S = 2.0
 MEMORY_BYTES = 40 << 20
 """What the broker may take, beside a message of each group in flight, before it collects garbage more often. It is no
 limit to what it holds: beyond it, at most half of its processor time goes there."""
-
-_LAUNCH = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the process that started the broker is gone")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
-"""Asks for a signal when the parent dies, then becomes the broker."""
 
 log = structlog.get_logger()
 
@@ -273,11 +264,10 @@ class EmbeddedBroker:
         await self._spawn()
 
     async def _spawn(self) -> None:
-        command = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid())]
         log_file = self._open_log()
         try:
             self._process = await anyio.open_process(
-                [*command, str(self._binary), "-c", str(self._config_path)],
+                guarded([str(self._binary), "-c", str(self._config_path)], by=signal.SIGTERM),
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,

@@ -127,7 +127,7 @@ class LocalBackend:
         Raises:
             PipelineError: as ``start_child``.
         """
-        return LocalProcess(spec, *await start_child(spec, guarded(list(spec.command))))
+        return LocalProcess(spec, *await start_child(spec, guarded(spec.command)))
 
 
 def last_line(path: Path, *, start_bytes: int, noise: tuple[str, ...] = ()) -> str:

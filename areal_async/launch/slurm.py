@@ -27,6 +27,7 @@ from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.local import MAX_ASKED, ChildProcess, start_child
 from areal_async.process import stacks
 from areal_async.process.host import LOOPBACK
+from areal_async.process.parent_death import guarded
 
 PROGRAMS = ("srun", "scancel", "scontrol")
 SIGNALLED = 128
@@ -37,13 +38,6 @@ passes on, and for an answer."""
 NOISE = ("srun: ", "slurmstepd")
 _SAY = 'echo "$SLURM_JOB_ID.$SLURM_STEP_ID $$" > "$1"; shift; exec "$@"'
 """What the step runs: its identity, then its command."""
-_WITH_LAUNCHER = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; srun passes it on to its step
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the launcher is gone")
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
 CONNECT_DEADLINE_S = 5
 _CONNECT = """
 import socket, sys
@@ -214,7 +208,7 @@ class SlurmBackend:
             identity.unlink(missing_ok=True)
         except OSError as exc:
             raise PipelineError(f"{spec.name}: cannot be started: {exc}") from exc
-        child = await start_child(spec, [sys.executable, "-c", _WITH_LAUNCHER, str(os.getpid()), *step])
+        child = await start_child(spec, guarded(step, by=signal.SIGTERM))  # srun passes it on to its step
         return SlurmProcess(spec, *child, host=host, is_here=host == self._host)
 
 

@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import math
 import os
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import anyio
 import anyio.to_thread
 
 from areal_async.errors import ToolError, UserError, WorkflowError
-from areal_async.process import parent_death
+from areal_async.process.parent_death import guarded
 from areal_async.process.per_loop import PerLoop
 from areal_async.rollout.user_code.boundary import attributed_to
 from areal_async.rollout.user_code.task_scope import mark_retrieved
@@ -206,10 +205,8 @@ class McpConnection:
         """Return how to start it: with the SDK's few variables and its own, killed by the kernel when we are gone."""
         from mcp.client.stdio import StdioServerParameters
 
-        guard = [parent_death.__file__, str(os.getpid()), *self.address.command]
-        return StdioServerParameters(
-            command=sys.executable, args=["-I", *guard], env=dict(self.address.env), cwd=self.address.cwd
-        )
+        command, *args = guarded(self.address.command)
+        return StdioServerParameters(command=command, args=args, env=dict(self.address.env), cwd=self.address.cwd)
 
     async def _keep_said(self, reading: int) -> None:
         while True:
