@@ -29,23 +29,18 @@ class Process(Protocol):
 
     async def wait(self) -> int:
         """Wait for its end and return the exit status; negative for a signal. Any number may wait."""
-        ...
 
     def terminate(self) -> None:
         """Ask it to end. Nothing happens when it has."""
-        ...
 
     def kill(self) -> None:
         """End it, and what it started, now. Nothing happens when it has ended."""
-        ...
 
     def ask_stacks(self) -> None:
         """Have it write where it stands (``stacks``), a few times in its life. Nothing happens when it has ended."""
-        ...
 
     def last_sentence(self) -> str:
         """Return the last line that it wrote to its output since it was started; empty when there is none."""
-        ...
 
 
 class Backend(Protocol):
@@ -54,7 +49,6 @@ class Backend(Protocol):
     @property
     def hosts(self) -> tuple[str, ...]:
         """Where processes can be started, the launcher's own host first."""
-        ...
 
     async def address(self) -> str:
         """Return the address at which processes on all of these find what listens on the launcher's host.
@@ -62,11 +56,9 @@ class Backend(Protocol):
         Raises:
             UserError: it cannot be found out.
         """
-        ...
 
     async def cannot_reach(self, address: str, port: int) -> Mapping[str, str]:
         """Return the other hosts from which nothing can connect there, each with why not."""
-        ...
 
     async def start(self, spec: ProcessSpec) -> Process:
         """Start one process.
@@ -74,4 +66,3 @@ class Backend(Protocol):
         Raises:
             PipelineError: it cannot be started.
         """
-        ...

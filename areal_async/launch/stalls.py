@@ -7,7 +7,6 @@ Invariant: nothing is done about what is starting, however often it was started,
 """
 
 import time
-from typing import Protocol
 
 import anyio
 import structlog
@@ -18,7 +17,7 @@ from areal_async.controller.reports import AwakeClock
 from areal_async.controller.watch import silence_after
 from areal_async.errors import PipelineError, WireError
 from areal_async.launch.membership import group_of_metrics
-from areal_async.launch.supervisor import Notify
+from areal_async.launch.supervisor import Notify, RunSupervisor
 from areal_async.protocol.run_state import RunState
 from areal_async.protocol.subjects import RUN_STATE
 from areal_async.protocol.wire import decode_json
@@ -32,18 +31,10 @@ LAST_WORDS_S = 2.0
 log = structlog.get_logger()
 
 
-class ProcessGroups(Protocol):
-    """What is asked of a ``RunSupervisor``."""
-
-    def ask_stacks(self) -> None: ...
-    def num_starts(self, name: str) -> int: ...
-    def restart(self, name: str) -> None: ...
-
-
 class StallWatch:
     """What the launcher does about a run that stands still, or of which nobody is heard."""
 
-    def __init__(self, bus: Bus, settings: RunSettings, *, groups: ProcessGroups, notify: Notify) -> None:
+    def __init__(self, bus: Bus, settings: RunSettings, *, groups: RunSupervisor, notify: Notify) -> None:
         self._bus = bus
         self._settings = settings
         self._groups = groups
