@@ -10,12 +10,11 @@ Every operation is retried through restarts of the broker until ``bus.operation_
 when the broker refuses, it raises ``BusError``.
 """
 
-from areal_async.bus.api import Published
 from areal_async.bus.broker_config import credentials_for, credentials_path
-from areal_async.bus.connection import Connection, connect
+from areal_async.bus.connection import connect
 from areal_async.bus.inbox import Delivery, Inbox
 from areal_async.bus.inspection import OTHERS_S, HeldError, copied_broker, is_locked
-from areal_async.bus.jetstream import Bus, StreamState, Subscription, open_bus
+from areal_async.bus.jetstream import Bus, StreamState, open_bus
 from areal_async.bus.log import Message
 from areal_async.bus.permissions import Role
 from areal_async.bus.server import EmbeddedBroker
@@ -35,19 +34,16 @@ from areal_async.bus.sweep import Sweep
 __all__ = [
     "OTHERS_S",
     "Bus",
-    "Connection",
     "Delivery",
     "EmbeddedBroker",
     "ServiceEndpoint",
     "HeldError",
     "Inbox",
     "Message",
-    "Published",
     "Report",
     "Role",
     "Schema",
     "StreamState",
-    "Subscription",
     "Sweep",
     "ask_service",
     "connect",
