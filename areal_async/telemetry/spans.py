@@ -30,7 +30,7 @@ where it has some, else ``areal.*``.
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 from opentelemetry import trace
@@ -75,41 +75,23 @@ class DeliveredMessage(Protocol):
 
 def admitted(ticket: Ticket) -> Span:
     """Return the first span of a group: the publication of its ticket."""
-    return tracing.span(
-        f"admit {ticket.workflow}",
-        _first_of(ticket),
-        is_first=True,
-        kind=PRODUCER,
-        attributes={
-            **_of_ticket(ticket),
-            "areal.group_size": ticket.group_size,
-            "areal.weights.version": ticket.version,
-            "areal.ticket.number": ticket.number,
-            **_sent("tickets"),
-        },
-    )
+    attributes = {
+        **_of_ticket(ticket),
+        "areal.group_size": ticket.group_size,
+        "areal.weights.version": ticket.version,
+        "areal.ticket.number": ticket.number,
+    }
+    return _sent(f"admit {ticket.workflow}", _first_of(ticket), "tickets", attributes, is_first=True)
 
 
 @contextmanager
 def leased(ticket: Ticket | EvalTicket, delivery: DeliveredMessage, *, node_id: str) -> Iterator[None]:
     """Run a ticket's work for its lease, which it has waited for since it was stored."""
-    lease = tracing.span(
-        f"lease {ticket.workflow}",
-        _first_of(ticket),
-        start_ns=delivery.stored_ns,
-        kind=CONSUMER,
-        attributes={
-            **_of_ticket(ticket),
-            "areal.node_id": node_id,
-            "areal.ticket.num_delivered": delivery.num_delivered,
-            **_received("tickets" if isinstance(ticket, Ticket) else "eval"),
-        },
-    )
-    lease.end(time.time_ns())
-    if lease is tracing.NOTHING:
-        yield
-        return
-    with trace.use_span(lease):
+    stream = "tickets" if isinstance(ticket, Ticket) else "eval"
+    delivered: Attributes = {"areal.node_id": node_id, "areal.ticket.num_delivered": delivery.num_delivered}
+    attributes = {**_of_ticket(ticket), **delivered}
+    lease = _received(f"lease {ticket.workflow}", _first_of(ticket), stream, attributes, since_ns=delivery.stored_ns)
+    with nullcontext() if lease is tracing.NOTHING else trace.use_span(lease):
         yield
 
 
@@ -145,21 +127,17 @@ def _note_reward(span: Span, status: SlotStatus, reward: float, reason: str, att
 def completion(model: str, num_prompt_tokens: int, sampling_params: Mapping[str, Any]) -> Span:
     """Return the span of one call of a model, over all its streams."""
     name = "text_completion"
-    return tracing.span(
-        f"{name} {model}" if model else name,
-        tracing.current(),
-        kind=CLIENT,
-        attributes={
-            "gen_ai.operation.name": name,
-            "gen_ai.provider.name": "sglang",
-            "gen_ai.request.model": model,
-            "gen_ai.request.stream": True,
-            "gen_ai.request.max_tokens": sampling_params["max_new_tokens"],
-            "gen_ai.request.temperature": float(sampling_params.get("temperature", 1.0)),
-            "gen_ai.request.top_p": float(sampling_params.get("top_p", 1.0)),
-            "gen_ai.usage.input_tokens": num_prompt_tokens,
-        },
-    )
+    attributes = {
+        "gen_ai.operation.name": name,
+        "gen_ai.provider.name": "sglang",
+        "gen_ai.request.model": model,
+        "gen_ai.request.stream": True,
+        "gen_ai.request.max_tokens": sampling_params["max_new_tokens"],
+        "gen_ai.request.temperature": float(sampling_params.get("temperature", 1.0)),
+        "gen_ai.request.top_p": float(sampling_params.get("top_p", 1.0)),
+        "gen_ai.usage.input_tokens": num_prompt_tokens,
+    }
+    return tracing.span(f"{name} {model}".strip(), tracing.current(), kind=CLIENT, attributes=attributes)
 
 
 def note_turn(span: Span, turn: Turn, *, server_id: str) -> None:
@@ -176,23 +154,14 @@ def note_turn(span: Span, turn: Turn, *, server_id: str) -> None:
 
 def note_stream(server_id: str, version: str, *, num_tokens: int) -> None:
     """Note in a completion that a stream is asked for: the first one, or one that goes on from ``num_tokens``."""
-    tracing.current_span().add_event(
-        "stream.begun",
-        {"areal.server_id": server_id, "areal.weights.version": version, "areal.num_tokens": num_tokens},
-    )
+    facts: Attributes = {"areal.server_id": server_id, "areal.weights.version": version, "areal.num_tokens": num_tokens}
+    tracing.current_span().add_event("stream.begun", facts)
 
 
 def note_break(server_id: str, kind: str, cause: str, *, num_tokens: int) -> None:
     """Note in a completion that a stream broke after ``num_tokens`` in all, with which kind of error, and why."""
-    tracing.current_span().add_event(
-        "stream.broken",
-        {
-            "areal.server_id": server_id,
-            "error.type": kind,
-            "areal.num_tokens": num_tokens,
-            **tracing.quoted("areal.cause", cause),
-        },
-    )
+    facts: Attributes = {"areal.server_id": server_id, "error.type": kind, "areal.num_tokens": num_tokens}
+    tracing.current_span().add_event("stream.broken", {**facts, **tracing.quoted("areal.cause", cause)})
 
 
 def note_first_token() -> None:
@@ -205,16 +174,13 @@ def note_first_token() -> None:
 def tool_call(call: ToolCall, *, is_known: bool) -> Span:
     """Return the span of a model's call of a tool; the name of an unknown tool is the model's text and left out."""
     name = call.name if is_known else "unknown"
-    return tracing.span(
-        f"execute_tool {name}",
-        tracing.current(),
-        attributes={
-            "gen_ai.operation.name": "execute_tool",
-            "gen_ai.tool.name": name,
-            "gen_ai.tool.call.id": call.id,
-            "gen_ai.tool.type": "function",
-        },
-    )
+    attributes = {
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.name": name,
+        "gen_ai.tool.call.id": call.id,
+        "gen_ai.tool.type": "function",
+    }
+    return tracing.span(f"execute_tool {name}", tracing.current(), attributes=attributes)
 
 
 def reward(name: str) -> Span:
@@ -224,17 +190,9 @@ def reward(name: str) -> Span:
 
 def published(ticket: Ticket, slots: Iterable[Slot], *, num_bytes: int) -> Span:
     """Return the span of a message of finished slots, from its first send to its storage, with the wait for room."""
-    return tracing.span(
-        "publish trajectories",
-        tracing.current(),
-        kind=PRODUCER,
-        attributes={
-            **_of_ticket(ticket),
-            "areal.siblings": [str(slot.sibling) for slot in slots],
-            **_sent("trajectories"),
-            "messaging.message.body.size": num_bytes,
-        },
-    )
+    siblings = {"areal.siblings": [str(slot.sibling) for slot in slots]}
+    attributes = {**_of_ticket(ticket), **siblings, "messaging.message.body.size": num_bytes}
+    return _sent("publish trajectories", tracing.current(), "trajectories", attributes)
 
 
 @contextmanager
@@ -252,34 +210,23 @@ def cut(entry: Cut, stored: Mapping[str, Mapping[int, DeliveredMessage]]) -> Ite
         yield
     now_ns = time.time_ns()
     for group in entry.groups:
-        tracing.span(
-            "await cut",
-            tracing.of_group(group.group_id),
-            start_ns=max((one.stored_ns for one in stored.get(group.group_id, {}).values()), default=now_ns),
-            kind=CONSUMER,
-            attributes={
-                **_of_group(group.group_id, group.workflow),
-                **_of_step(made),
-                **_received("trajectories"),
-            },
-        ).end(now_ns)
+        attributes = {**_of_group(group.group_id, group.workflow), **_of_step(made)}
+        since_ns = max((one.stored_ns for one in stored.get(group.group_id, {}).values()), default=now_ns)
+        _received("await cut", tracing.of_group(group.group_id), "trajectories", attributes, since_ns=since_ns)
 
 
 def settled(outcome: Outcome) -> Span:
     """Return the span of the recording of an outcome, of a group or of one of its slots."""
     kind = outcome.kind
-    span = tracing.span(
-        f"settle {kind}" if kind.settles else f"record {kind}",
-        tracing.of_group(outcome.group_id),
-        kind=PRODUCER,
-        attributes={
-            **_of_group(outcome.group_id, outcome.workflow),
-            "areal.outcome": kind.value,
-            **tracing.quoted("areal.outcome.reason", outcome.reason),
-            "areal.lineage": outcome.lineage,
-            "areal.step": outcome.step,
-        },
-    )
+    name = f"settle {kind}" if kind.settles else f"record {kind}"
+    attributes = {
+        **_of_group(outcome.group_id, outcome.workflow),
+        "areal.outcome": kind.value,
+        **tracing.quoted("areal.outcome.reason", outcome.reason),
+        "areal.lineage": outcome.lineage,
+        "areal.step": outcome.step,
+    }
+    span = tracing.span(name, tracing.of_group(outcome.group_id), kind=PRODUCER, attributes=attributes)
     if kind in FAILED:
         tracing.fail(span, kind.value, outcome.reason)
     return span
@@ -291,9 +238,7 @@ def settled(outcome: Outcome) -> Span:
 def asked(ticket: EvalTicket) -> Span:
     """Return the span of a row's published ticket: its first one, or, for other samples and attempts, one below it."""
     is_first = not (ticket.attempt or ticket.sample)
-    attributes = {**_of_ticket(ticket), **_sent("eval")}
-    name = f"ask {ticket.workflow}"
-    return tracing.span(name, _first_of(ticket), kind=PRODUCER, attributes=attributes, is_first=is_first)
+    return _sent(f"ask {ticket.workflow}", _first_of(ticket), "eval", _of_ticket(ticket), is_first=is_first)
 
 
 def answer(ticket: EvalTicket) -> Span:
@@ -314,19 +259,16 @@ def note_result(span: Span, result: EvalResult) -> None:
 
 def published_result(ticket: EvalTicket) -> Span:
     """Return the span of a row's result, from its sending to its storage."""
-    attributes = {**_of_ticket(ticket), **_sent("eval")}
-    return tracing.span("publish result", tracing.current(), kind=PRODUCER, attributes=attributes)
+    return _sent("publish result", tracing.current(), "eval", _of_ticket(ticket))
 
 
 def received_result(result: EvalResult, delivery: DeliveredMessage) -> None:
     """Record the wait of a row's result for the process that asked for it."""
-    tracing.span(
-        "await result",
+    first, attributes = (
         tracing.of_row(result.eval_id, result.index),
-        start_ns=delivery.stored_ns,
-        kind=CONSUMER,
-        attributes={**_of_row(result.eval_id, result.index, result.sample), **_received("eval")},
-    ).end(time.time_ns())
+        _of_row(result.eval_id, result.index, result.sample),
+    )
+    _received("await result", first, "eval", attributes, since_ns=delivery.stored_ns)
 
 
 # a training step
@@ -334,11 +276,8 @@ def received_result(result: EvalResult, delivery: DeliveredMessage) -> None:
 
 def part_of_step(made: Version, name: str, **attributes: AnyValue) -> Span:
     """Return the span of a part of the step that makes ``made``, on any process."""
-    return tracing.span(
-        name,
-        tracing.of_step(made),
-        attributes={**_of_step(made), **{f"areal.{key}": value for key, value in attributes.items()}},
-    )
+    named = {f"areal.{key}": value for key, value in attributes.items()}
+    return tracing.span(name, tracing.of_step(made), attributes={**_of_step(made), **named})
 
 
 def call_of_step(name: str, role: str) -> Span:
@@ -353,23 +292,13 @@ def trained(made: Version, group_ids: Iterable[str], *, since_s: float, wait_s: 
         return
     start_ns, begins_ns = tracing.wall_ns(since_s), tracing.wall_ns(since_s + wait_s)
     groups = {group_id: first for group_id in group_ids if (first := tracing.of_group(group_id)) is not None}
-    tracing.span(
-        f"step {made.step}",
-        step,
-        start_ns=start_ns,
-        attributes=_of_step(made),
-        links=groups.values(),
-        is_first=True,
-    ).end(time.time_ns())
-    tracing.span("await data", step, start_ns=start_ns, attributes=_of_step(made)).end(begins_ns)
+    name, of_step, links = f"step {made.step}", _of_step(made), groups.values()
+    tracing.span(name, step, start_ns=start_ns, attributes=of_step, links=links, is_first=True).end(time.time_ns())
+    tracing.span("await data", step, start_ns=start_ns, attributes=of_step).end(begins_ns)
     for group_id, first in groups.items():
-        tracing.span(
-            f"train in step {made.step}",
-            first,
-            start_ns=begins_ns,
-            attributes={**_of_group(group_id), **_of_step(made)},
-            links=[step],
-        ).end(begins_ns + int(train_s * 1e9))
+        attributes = {**_of_group(group_id), **of_step}
+        span = tracing.span(f"train in {name}", first, start_ns=begins_ns, attributes=attributes, links=[step])
+        span.end(begins_ns + int(train_s * 1e9))
 
 
 def _of_group(group_id: str, workflow: str = "") -> dict[str, AnyValue]:
@@ -397,15 +326,23 @@ def _of_step(made: Version) -> dict[str, AnyValue]:
     return {"areal.step": made.step, "areal.lineage": made.lineage, "areal.weights.version": str(made)}
 
 
-def _sent(destination: str) -> dict[str, AnyValue]:
-    return _message("publish", "send", destination)
+def _sent(
+    name: str, parent: SpanContext | None, stream: str, attributes: Attributes, *, is_first: bool = False
+) -> Span:
+    """Return the span of a message, from its first send to its storage."""
+    attributes = {**attributes, **_messaging("publish", "send", stream)}
+    return tracing.span(name, parent, kind=PRODUCER, attributes=attributes, is_first=is_first)
 
 
-def _received(destination: str) -> dict[str, AnyValue]:
-    return _message("receive", "receive", destination)
+def _received(name: str, parent: SpanContext | None, stream: str, attributes: Attributes, *, since_ns: int) -> Span:
+    """Record the wait of a stored message for who has received it now; return its span, which is over."""
+    attributes = {**attributes, **_messaging("receive", "receive", stream)}
+    span = tracing.span(name, parent, kind=CONSUMER, attributes=attributes, start_ns=since_ns)
+    span.end(time.time_ns())
+    return span
 
 
-def _message(name: str, kind: str, destination: str) -> dict[str, AnyValue]:
+def _messaging(name: str, kind: str, destination: str) -> dict[str, AnyValue]:
     return {
         "messaging.system": "nats",
         "messaging.operation.name": name,

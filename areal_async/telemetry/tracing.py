@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
@@ -53,36 +54,26 @@ class SpanEvent(NamedTuple):
     attributes: Attributes
 
 
+@dataclass(eq=False, repr=False)
 class RecordedSpan(Span):
     """A stretch of time in a trace, recorded when its block ends; what a user's code reaches as the current span.
 
     Times are nanoseconds since 1970; the length is measured by a clock that nobody sets.
     """
 
-    def __init__(
-        self,
-        name: str,
-        span_context: SpanContext,
-        parent: SpanContext | None,
-        *,
-        kind: SpanKind,
-        attributes: Attributes,
-        start_ns: int,
-        links: Iterable[SpanContext] = (),
-    ) -> None:
-        self.name = name
-        self.context = span_context
-        self.parent = parent
-        self.kind = kind
-        self.attributes = dict(attributes)
-        self.start_ns = start_ns
-        self.end_ns = 0
-        self.events: list[SpanEvent] = []
-        self.links = [Link(one) for one in links]
-        self.status = Status()
-        """An error's description is empty where texts are left out."""
-        self._began_ns = time.monotonic_ns()
-        self._token: Token[Context] | None = None
+    name: str
+    context: SpanContext
+    parent: SpanContext | None
+    kind: SpanKind
+    attributes: dict[str, AnyValue]
+    start_ns: int
+    links: list[Link]
+    end_ns: int = 0
+    events: list[SpanEvent] = field(default_factory=list)
+    status: Status = field(default_factory=Status)
+    """An error's description is empty where texts are left out."""
+    _began_ns: int = field(default_factory=time.monotonic_ns)
+    _token: Token[Context] | None = None
 
     def __enter__(self) -> Self:
         self._token = context.attach(trace.set_span_in_context(self))
@@ -269,7 +260,7 @@ def span(
         return NOTHING
     ids, above = (parent, None) if is_first else (_below(parent), parent)
     start_ns = time.time_ns() if start_ns is None else start_ns
-    return RecordedSpan(name, ids, above, kind=kind, attributes=attributes, start_ns=start_ns, links=links)
+    return RecordedSpan(name, ids, above, kind, dict(attributes), start_ns, [Link(one) for one in links])
 
 
 def fail(span: Span, kind: str, reason: str) -> None:
