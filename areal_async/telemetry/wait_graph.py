@@ -11,7 +11,7 @@ times: the clocks of two processes cannot be compared.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -28,6 +28,11 @@ CONTROLLER = "controller"
 BROKER = "the broker"
 ADMISSION = "admission"
 
+OfText = Callable[[str], str]
+"""Names a thing by its id."""
+OfNumber = Callable[[int], str]
+"""Names a thing by its number."""
+
 STALLED = "run.stalled"
 ENDED = "ended"
 """State of a node that has left in good order and reports nothing more."""
@@ -43,60 +48,24 @@ def rank(number: int) -> str:
     return f"rank {number}" if number else TRAINER
 
 
-def node(node_id: str) -> str:
-    return f"node {node_id}"
-
-
-def room(node_id: str) -> str:
-    """Name the free room on a node, which a node at its limit of groups waits for."""
-    return f"room on node {node_id}"
-
-
-def server(server_id: str) -> str:
-    return f"server {server_id}"
-
-
-def group(group_id: str) -> str:
-    return f"group {group_id}"
-
-
-def slot(group_id: str, sibling: int) -> str:
-    return f"slot {group_id}.{sibling}"
-
-
-def evaluation(eval_id: str) -> str:
-    return f"evaluation {eval_id}"
-
-
-def cut(step: int) -> str:
-    return f"cut {step}"
-
-
-def step(number: int) -> str:
-    return f"step {number}"
-
-
-def checkpoint(step: int) -> str:
-    return f"checkpoint {step}"
-
-
-def weights(version: str) -> str:
-    """Name a version that servers are to hold."""
-    return f"weights {version}"
-
-
-def files(version: str) -> str:
-    """Name the copy on disk that servers load a version from."""
-    return f"files of weights {version}"
-
-
-def publication(version: str) -> str:
-    """Name the publication of a version: its tensors are gathered, and sent or written."""
-    return f"publication {version}"
-
-
-def row(answer: str) -> str:
-    return f"row {answer}"
+node: OfText = "node {}".format
+room: OfText = "room on node {}".format
+"""The free room on a node, which a node at its limit of groups waits for."""
+server: OfText = "server {}".format
+group: OfText = "group {}".format
+slot: Callable[[str, int], str] = "slot {}.{}".format
+"""Takes the group's id and the sibling."""
+evaluation: OfText = "evaluation {}".format
+row: OfText = "row {}".format
+cut: OfNumber = "cut {}".format
+step: OfNumber = "step {}".format
+checkpoint: OfNumber = "checkpoint {}".format
+weights: OfText = "weights {}".format
+"""A version that servers are to hold."""
+files: OfText = "files of weights {}".format
+"""The copy on disk that servers load a version from."""
+publication: OfText = "publication {}".format
+"""The publication of a version: its tensors are gathered, and sent or written."""
 
 
 class WaitRecord(msgspec.Struct, frozen=True, array_like=True):
