@@ -6,6 +6,7 @@ looks like one of ours. A file that is taken away is made again, with its folder
 disk, is left out and counted. What would act on a terminal that shows a line (escapes) is seen instead.
 """
 
+import functools
 import logging
 import logging.handlers
 import sys
@@ -41,7 +42,7 @@ def configure(role: str, directory: Path | None) -> None:
     """
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
-        _Role(role),
+        functools.partial(_with_role, role),
         structlog.stdlib.add_log_level,
         structlog.stdlib.PositionalArgumentsFormatter(),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -53,12 +54,9 @@ def configure(role: str, directory: Path | None) -> None:
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.captureWarnings(True)
+    wrap = structlog.stdlib.ProcessorFormatter.wrap_for_formatter
     structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *shared,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
+        processors=[structlog.stdlib.filter_by_level, *shared, wrap],
         wrapper_class=structlog.stdlib.BoundLogger,
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,
@@ -73,15 +71,10 @@ def record_failure(error: BaseException) -> None:
             handler.handle(record)
 
 
-class _Role:
-    """A processor that adds the role; unlike a context variable it also reaches threads."""
-
-    def __init__(self, role: str) -> None:
-        self._role = role
-
-    def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-        event.setdefault("role", self._role)
-        return event
+def _with_role(role: str, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """Add the role; unlike a context variable it also reaches threads."""
+    event.setdefault("role", role)
+    return event
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
@@ -161,16 +154,8 @@ def _file_handler(path: Path, shared: list[Processor]) -> logging.Handler:
         raise UserError(
             f"log: got {path}, need what can be written: {exc.strerror}; choose another run.directory"
         ) from exc
-    handler.setFormatter(
-        _formatter(
-            shared,
-            [
-                structlog.processors.dict_tracebacks,
-                structlog.processors.JSONRenderer(default=str, ensure_ascii=False),
-                _escaped,
-            ],
-        )
-    )
+    as_json = structlog.processors.JSONRenderer(default=str, ensure_ascii=False)
+    handler.setFormatter(_formatter(shared, [structlog.processors.dict_tracebacks, as_json, _escaped]))
     return handler
 
 

@@ -6,15 +6,12 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
 from areal_async.config.settings import Settings
 from areal_async.errors import UserError
-
-if TYPE_CHECKING:
-    from tensorboard.compat.proto.event_pb2 import Event
 
 TAGS = {
     "reward_mean": "reward/mean",
@@ -52,7 +49,7 @@ class Curves:
         """
         self._directory = run_directory / "tensorboard"
         self._has_board = settings.metrics.tensorboard and _has_tensorboard()
-        self._board: Any = None
+        self._board: _Board | None = None
         self._num_rewinds = 0
         self._tracker = _start_wandb(settings, run_directory) if settings.metrics.wandb_project else None
         if self._has_board:
@@ -99,35 +96,30 @@ class _Board:
     """
 
     def __init__(self, directory: Path, number: int, *, purge_step: int | None = None) -> None:
-        # Imported here: a command that writes no curves need not load it.
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        # Imported here and below: a command that writes no curves need not load it.
+        from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         directory.mkdir(parents=True, exist_ok=True)
         # Its readers know the file by its name, and read a directory's in their order.
         path = directory / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{number:06d}"
         self._writer = RecordWriter(path.open("xb"))
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self.flush, self.close = self._writer.flush, self._writer.close
+        self._write(file_version="brain.Event:2")
         if purge_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
+            self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
         """Write the numbers of one step."""
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._write(step=step, summary=Summary(value=values))
 
-    def flush(self) -> None:
-        self._writer.flush()
+    def _write(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
 
-    def close(self) -> None:
-        self._writer.close()
-
-    def _write(self, event: "Event") -> None:
-        self._writer.write(event.SerializeToString())
+        self._writer.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def _has_tensorboard() -> bool:

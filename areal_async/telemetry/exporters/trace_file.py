@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from opentelemetry.trace import format_span_id, format_trace_id
+from opentelemetry.trace import SpanContext, format_span_id, format_trace_id
 from opentelemetry.util.types import AnyValue
 
 from areal_async.telemetry.tracing import Attributes, RecordedSpan
@@ -90,8 +90,7 @@ def sendable_text(text: str) -> str:
 
 def _span(span: RecordedSpan) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "traceId": format_trace_id(span.context.trace_id),
-        "spanId": format_span_id(span.context.span_id),
+        **_ids(span.context),
         "name": sendable_text(span.name),
         "kind": span.kind.value + 1,
         "startTimeUnixNano": str(span.start_ns),
@@ -112,16 +111,17 @@ def _span(span: RecordedSpan) -> dict[str, Any]:
             for one in span.events
         ]
     if span.links:
-        fields["links"] = [
-            {"traceId": format_trace_id(one.context.trace_id), "spanId": format_span_id(one.context.span_id)}
-            for one in span.links
-        ]
+        fields["links"] = [_ids(one.context) for one in span.links]
     if not span.status.is_unset:
         fields["status"] = {
             "code": span.status.status_code.value,
             "message": sendable_text(span.status.description or ""),
         }
     return fields
+
+
+def _ids(context: SpanContext) -> dict[str, str]:
+    return {"traceId": format_trace_id(context.trace_id), "spanId": format_span_id(context.span_id)}
 
 
 def _attributes(attributes: Attributes) -> list[dict[str, Any]]:

@@ -67,13 +67,11 @@ def recording(settings: Settings, run_directory: Path, *, role: str, instance: s
         outbox = SpanOutbox(FileExporter(path, resource, scope=scope), where=str(path))
     else:
         url = endpoint(where)
-        outbox = SpanOutbox(SdkExporter(_otlp_exporter(url), resource), where=url)
-    tracing.install(
-        outbox,
-        run=f"{settings.run.name}.{settings.metrics.traces_key}",
-        ratio=settings.metrics.traces_ratio,
-        has_texts=settings.metrics.traces_texts,
-    )
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        outbox = SpanOutbox(SdkExporter(OTLPSpanExporter(endpoint=url), resource), where=url)
+    metrics, run = settings.metrics, f"{settings.run.name}.{settings.metrics.traces_key}"
+    tracing.install(outbox, run=run, ratio=metrics.traces_ratio, has_texts=metrics.traces_texts)
     try:
         yield
     finally:
@@ -192,16 +190,15 @@ class SpanOutbox:
             self._exporter.export(spans)
         except OSError as exc:
             self.num_refused += len(spans)
-            self._num_sending = 0
             if not self._is_failing:
                 log.warning("traces.not_sent", where=self._where, reason=str(exc), detail="the run goes on without")
             self._is_failing = True
-            return
-        if self._is_failing:
-            log.warning("traces.sent_again", where=self._where, num_lost=self.num_refused + self.num_dropped)
-        self._is_failing = False
+        else:
+            self.num_sent += len(spans)
+            if self._is_failing:
+                log.warning("traces.sent_again", where=self._where, num_lost=self.num_refused + self.num_dropped)
+            self._is_failing = False
         self._num_sending = 0
-        self.num_sent += len(spans)
 
     def _log_overflow(self) -> None:
         if self.num_dropped and not self._is_overflow_logged:
@@ -272,12 +269,6 @@ class SdkExporter:
     def shutdown(self) -> None:
         """Give up the current batch, and take no more."""
         self._exporter.shutdown()
-
-
-def _otlp_exporter(url: str) -> "SpanExporter":
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-    return OTLPSpanExporter(endpoint=url)
 
 
 def _all_sendable(attributes: Attributes) -> Attributes:
