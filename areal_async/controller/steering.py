@@ -5,7 +5,7 @@ the controller. Each is told as an event with who gave it and why: the audit rec
 """
 
 import functools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 
 import anyio.to_thread
 import msgspec
@@ -27,6 +27,17 @@ CONTROLLED = json_object(is_paused="boolean", is_stopping="boolean", by="string"
 ALL_CHANGES: Schema = {"type": "object", "additionalProperties": {"type": "number"}}
 """Setting -> value, of all that are changed."""
 
+ORDERS = {"pause": {"is_paused": True}, "resume": {"is_paused": False}, "stop": {"is_stopping": True}}
+"""What each order changes of the run's ``Control``."""
+DESCRIPTIONS = {
+    "pause": "admit nothing more; what was admitted is finished",
+    "resume": "admit again",
+    "stop": "finish the step, checkpoint and end; the same command as before goes on from there",
+    "set": "change a setting of the live run",
+    "eval": "evaluate what the servers hold; ask again with the version of the answer until it has records",
+}
+Answer = Callable[[Report], Awaitable[Report]]
+
 log = structlog.get_logger()
 
 
@@ -38,7 +49,7 @@ class RunSteering:
         bus: Bus,
         settings: Settings,
         *,
-        evaluate: Callable[[Report], Awaitable[Report]],
+        evaluate: Answer,
         check: Callable[[str], None] = lambda setting: None,
     ) -> None:
         """``check`` raises ``UserError`` for a setting that cannot change in this very run."""
@@ -52,45 +63,29 @@ class RunSteering:
     @property
     def endpoints(self) -> list[ServiceEndpoint]:
         """An endpoint for each order."""
-        orders = {
-            "pause": ("admit nothing more; what was admitted is finished", {"is_paused": True}),
-            "resume": ("admit again", {"is_paused": False}),
-            "stop": (
-                "finish the step, checkpoint and end; the same command as before goes on from there",
-                {"is_stopping": True},
-            ),
-        }
         names: Schema = {"enum": live_names(self._settings)}
         change = json_object(optional=["by", "reason"], setting=names, value={"type": "number"}, by=TEXT, reason=TEXT)
+        version, made = (
+            json_object(optional=["version"], version="string"),
+            json_object(version="string", records="array"),
+        )
+        answers: dict[str, tuple[Schema, Schema, Answer]] = {
+            name: (ORDER, CONTROLLED, functools.partial(self._order, name)) for name in ORDERS
+        }
+        answers |= {"set": (change, ALL_CHANGES, self._set), "eval": (version, made, self._evaluate)}
         return [
-            *(
-                self._endpoint(name, what, ORDER, CONTROLLED, functools.partial(self._order, name, wanted))
-                for name, (what, wanted) in orders.items()
-            ),
-            self._endpoint("set", "change a setting of the live run", change, ALL_CHANGES, self._set),
-            self._endpoint(
-                "eval",
-                "evaluate what the servers hold; ask again with the version of the answer until it has records",
-                json_object(optional=["version"], version="string"),
-                json_object(version="string", records="array"),
-                self._evaluate,
-            ),
+            ServiceEndpoint(
+                name=name,
+                subject=self._bus.names.control(name),
+                description=DESCRIPTIONS[name],
+                request=request,
+                response=response,
+                answer=answer,
+            )
+            for name, (request, response, answer) in answers.items()
         ]
 
-    def _endpoint(
-        self,
-        name: str,
-        description: str,
-        request: Schema,
-        response: Schema,
-        answer: Callable[[Report], Awaitable[Report]],
-    ) -> ServiceEndpoint:
-        subject = self._bus.names.control(name)
-        return ServiceEndpoint(
-            name=name, subject=subject, description=description, request=request, response=response, answer=answer
-        )
-
-    async def _order(self, name: str, changes: Mapping[str, bool], body: Report) -> Report:
+    async def _order(self, name: str, body: Report) -> Report:
         """Carry out one order; one that changes nothing is no mistake.
 
         Raises:
@@ -100,7 +95,7 @@ class RunSteering:
         while True:
             found, revision = await self._bus.get(CONTROL, Control)
             event = RunOrdered(order=name, by=by, reason=reason)
-            wanted = msgspec.structs.replace(found or Control(), by=by, reason=reason, at=event.at, **changes)
+            wanted = msgspec.structs.replace(found or Control(), by=by, reason=reason, at=event.at, **ORDERS[name])
             try:
                 await self._bus.compare_and_set(CONTROL, wanted, revision)
                 break
