@@ -101,10 +101,9 @@ class Controller:
         changes, _ = await self._bus.get(CHANGES, Changes)
         self._change(changes or Changes())
         async with anyio.create_task_group() as loops:
-            for loop in (self.run_servers, self._liveness.run_stalls, self.run_metrics, self._liveness.run_reports):
+            watching = (self.run_servers, self._liveness.run_stalls, self.run_metrics, self._liveness.run_reports)
+            for loop in (*watching, self.run_steering, self.run_changes):
                 loops.start_soon(loop)
-            loops.start_soon(self.run_steering)
-            loops.start_soon(self.run_changes)
             await self._read_existing_log()
             self._no_step_alarm.check(self._now)  # what this finds, the controller before has told
             self._accounts.num_consecutive_failed = 0  # of an earlier start: who resumes the run has mended the cause
@@ -205,20 +204,15 @@ class Controller:
         last_step = self._settings.run.steps
         while True:
             changed = self._progress.changed
-            self.waits_for = missing_for_admission(self._accounts, last_step=last_step)
-            is_paused = self._steering.control.is_paused
-            if is_paused and not self.waits_for:
-                self.waits_for = f"resume: {self._steering.control.by or 'an operator'} has paused the run"
-            if not self.evaluation.is_first_done and not self.waits_for:
-                self.waits_for = "the first evaluation"
+            control, order = self._steering.control, self._order
+            paused = f"resume: {control.by or 'an operator'} has paused the run" if control.is_paused else ""
+            unmade = "" if self.evaluation.is_first_done else "the first evaluation"
+            self.waits_for = missing_for_admission(self._accounts, last_step=last_step) or paused or unmade
+            mixing = order.mixing(self._now)
             admission = next_admission(
-                self._accounts,
-                self._order.sampler,
-                last_step=last_step,
-                curriculum=self._order.curriculum,
-                mixing=self._order.mixing(self._now),
+                self._accounts, order.sampler, last_step=last_step, curriculum=order.curriculum, mixing=mixing
             )
-            if admission is None or is_paused or not self.evaluation.is_first_done:
+            if admission is None or self.waits_for:
                 with self.evaluation.waiting(wait_graph.ADMISSION):
                     await changed.wait()
             else:
@@ -269,8 +263,7 @@ class Controller:
             reason=ENDED_EARLY,
             num_failed_attempts=item.num_failed_attempts,
         )
-        with spans.settled(outcome):
-            await self._bus.publish(self._bus.names.outcomes, outcome, msg_id=f"early.{outcome.group_id}")
+        await self._publish_outcome("early", outcome)
 
     # the end
 
@@ -281,11 +274,11 @@ class Controller:
         outcomes = left_over(self._accounts, self._order.sampler, curriculum=self._order.curriculum)
         async with anyio.create_task_group() as publishing:
             for outcome in outcomes:
-                publishing.start_soon(self._publish_outcome, outcome)
+                publishing.start_soon(self._publish_outcome, "end", outcome)
 
-    async def _publish_outcome(self, outcome: Outcome) -> None:
+    async def _publish_outcome(self, when: str, outcome: Outcome) -> None:
         with spans.settled(outcome):
-            await self._bus.publish(self._bus.names.outcomes, outcome, msg_id=f"end.{outcome.group_id}")
+            await self._bus.publish(self._bus.names.outcomes, outcome, msg_id=f"{when}.{outcome.group_id}")
 
     async def run_steering(self) -> None:
         """Answer operators, and note what they want, until cancelled."""
