@@ -131,13 +131,6 @@ class LivenessWatch:
     async def _publish_stall(self, quiet_s: float) -> None:
         silence_s = silence_after(self._run.watchdog_s)
         verdict = explain(self._reports.by_name, now_s=self._progress.clock_s, silence_s=silence_s)
-        stall = Stall(
-            quiet_s=round(quiet_s),
-            sentence=verdict.sentence,
-            culprit=verdict.culprit,
-            chain=verdict.chain,
-            is_starting=verdict.is_starting,
-            waits_for=self._reports.summary(),
-        )
+        stall = Stall(quiet_s=round(quiet_s), waits_for=self._reports.summary(), **verdict._asdict())
         log.error(stall.kind, sentence=stall.sentence, culprit=stall.culprit, quiet_s=stall.quiet_s, **stall.waits_for)
         await self._bus.publish_event(stall)

@@ -6,11 +6,11 @@ that is silent is the culprit wherever the walk meets it, as its last words are 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from areal_async.controller.reports import ProcessReport
 from areal_async.telemetry import wait_graph
-from areal_async.telemetry.wait_graph import BROKER, CONTROLLER, TRAINER, WaitRecord
+from areal_async.telemetry.wait_graph import BROKER, CONTROLLER, TRAINER, WaitRecord, kind_of
 
 MAX_SILENCE_S = 10.0
 """Everybody speaks every second."""
@@ -21,8 +21,7 @@ STARTING = "starting"
 """The trainer's state, and a server's fence, before either can work."""
 
 
-@dataclass(frozen=True, slots=True)
-class StallVerdict:
+class StallVerdict(NamedTuple):
     """Who holds up the run."""
 
     culprit: str
@@ -44,8 +43,7 @@ def explain(processes: Mapping[str, ProcessReport], *, now_s: float, silence_s: 
     return _Walk(processes, now_s=now_s, silence_s=silence_s).run()
 
 
-@dataclass(frozen=True, slots=True)
-class _Link:
+class _Link(NamedTuple):
     """One step of the walk."""
 
     on: str
@@ -56,8 +54,7 @@ class _Link:
     quiet_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
+class _End(NamedTuple):
     """The end of the walk."""
 
     culprit: str
@@ -106,7 +103,7 @@ class _Walk:
         return max(links, key=lambda link: link.quiet_s, default=None)
 
     def _link(self, teller: str, record: WaitRecord) -> _Link:
-        lease = f"is leased by {teller} and " if record.waiter.startswith("group ") else ""
+        lease = f"is leased by {teller} and " if kind_of(record.waiter) == "group" else ""
         text = f"{lease}waits for {f'{record.what} {record.on}'.strip()}"
         return _Link(record.on, text, teller, record.quiet_s + self._silent_s(teller))
 
@@ -144,18 +141,17 @@ class _Walk:
     def _behind_group(self, entity: str) -> _Link | _End:
         """Say who has a group that waits for nothing that is told, or why nobody has."""
         for teller, record in self._all_waits():
-            if record.on == entity and record.waiter == teller and _is_node(teller):
+            if record.on == entity and record.waiter == teller and kind_of(teller) == "node":
                 return _End(entity, f"which {teller} has leased and neither begun nor acknowledged")
-        nodes = {name: heard for name, heard in self._processes.items() if _is_node(name)}
-        for name in nodes:
-            if self._is_silent(name):
-                return _Link(name, f"is leased by no node that speaks and may be on {name}")
+        nodes = {name: heard for name, heard in self._processes.items() if kind_of(name) == "node"}
+        if silent := next(filter(self._is_silent, nodes), None):
+            return _Link(silent, f"is leased by no node that speaks and may be on {silent}")
         for name, heard in nodes.items():
             if heard.waits.num_left_out:
                 return _End(entity, f"which may be one of {heard.waits.num_left_out} that {name} has left out")
         for name, heard in nodes.items():
             for record in heard.waits.records:
-                if record.waiter == name and record.on.startswith(("server ", "room ")):
+                if record.waiter == name and kind_of(record.on) in ("server", "room"):
                     text = f"nobody has leased, as {name} waits for {record.what} {record.on}"
                     return _Link(record.on, text, name, record.quiet_s)
         if not nodes:
@@ -165,7 +161,8 @@ class _Walk:
     def _behind_room(self, node: str) -> _Link | _End:
         if node not in self._processes:  # a process that tells of waits may name any
             return _End(self._chain[-1], "a node that has not been heard")
-        records = [one for one in self._processes[node].waits.records if one.waiter == node and _is_group(one.on)]
+        waits = [one for one in self._processes[node].waits.records if one.waiter == node]
+        records = [one for one in waits if kind_of(one.on) == "group"]
         if not records:
             return _End(node, "which runs as much as it may")
         quietest = max(records, key=lambda one: one.quiet_s)
@@ -185,8 +182,8 @@ class _Walk:
             return _End(TRAINER, "which has not been heard yet", is_starting=True)
         if self._is_silent(entity):
             return _End(entity, self._silence_text(entity))
-        if entity.startswith("server "):
-            server_id = entity.partition(" ")[2]
+        kind, _, server_id = entity.partition(" ")
+        if kind == "server":
             keeper = next((name for name, heard in self._processes.items() if server_id in heard.servers), "")
             if self._is_silent(keeper):
                 return _Link(keeper, f"is kept by {keeper}", quiet_s=self._quiet_s)
@@ -194,11 +191,9 @@ class _Walk:
 
     def _laggard(self, version: str) -> str | None:
         """Return a server that does not hold a version which all are to hold."""
-        for heard in self._processes.values():
-            for server_id, server in heard.servers.items():
-                if server.get("version") != version and not server.get("frozen"):
-                    return wait_graph.server(server_id)
-        return None
+        servers = (pair for heard in self._processes.values() for pair in heard.servers.items())
+        behind = (name for name, one in servers if one.get("version") != version and not one.get("frozen"))
+        return next(map(wait_graph.server, behind), None)
 
     def _server_text(self, server_id: str) -> str:
         updates = [
@@ -226,11 +221,3 @@ class _Walk:
 
     def _silence_text(self, name: str) -> str:
         return f"which has not been heard for {self._silent_s(name):.0f} s"
-
-
-def _is_node(name: str) -> bool:
-    return name.startswith("node ")
-
-
-def _is_group(name: str) -> bool:
-    return name.startswith("group ")
