@@ -8,11 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_async.doctor.audit.run_record import ArchivedSlot, TrainedGroups
-from areal_async.doctor.audit.versions import Array, Columns, count_versions, find_faults
+from areal_async.doctor.audit.versions import count_versions, find_faults
 from areal_async.errors import WireError
 from areal_async.process.atomic_folders import LEDGER, versions_in
 from areal_async.protocol.types import ReplyReward
 from areal_async.protocol.wire import decode_json
+from areal_async.trainer.output.archive_reader import arrays_of, sequences_of
 
 SCALARS = (
     "step", "lineage", "position", "group_id", "sibling", "sample_uid", "reward", "advantage", "oldest", "newest",
@@ -34,46 +35,30 @@ def read_archive(directory: Path) -> tuple[list[ArchivedSlot], list[str]]:
 
 
 def _rows(table: pa.Table) -> Iterator[ArchivedSlot]:
-    columns = [_ListsOfLists(table.column(name)) for name in Columns._fields]
-    advantages = _ListsOfLists(table.column("advantages")) if "advantages" in table.column_names else None
-    has_credits = "credits" in table.column_names
-    credits = table.column("credits").to_pylist() if has_credits else [None] * len(table)
-    for index, scalars in enumerate(table.select(SCALARS).to_pylist()):
-        sequences = [Columns(*parts) for parts in zip(*(column.row(index) for column in columns), strict=True)]
+    wanted = (*SCALARS, "credits") if "credits" in table.column_names else SCALARS  # older archives have none
+    for index, scalars in enumerate(table.select(wanted).to_pylist()):
+        sequences = sequences_of(table, index)
         oldest, newest = scalars.pop("oldest"), scalars.pop("newest")
+        credits = scalars.pop("credits", None) or ()
         yield ArchivedSlot(
             **scalars,
             num_sampled=sum(int(np.count_nonzero(one.loss_mask)) for one in sequences),
             num_by_version=count_versions(sequences),
             token_faults=find_faults(sequences, oldest=oldest, newest=newest),
-            credits=tuple(ReplyReward(one["reward"], one["num_tokens"], one["role"]) for one in credits[index] or ()),
-            credit_advantages=tuple(one["advantage"] for one in credits[index] or ()),
-            by_token=_moments(advantages.row(index)) if advantages is not None else None,
+            credits=tuple(ReplyReward(one["reward"], one["num_tokens"], one["role"]) for one in credits),
+            credit_advantages=tuple(one["advantage"] for one in credits),
+            by_token=_moments(table, index),
         )
 
 
-def _moments(advantages: list[Array]) -> tuple[float, float, int] | None:
+def _moments(table: pa.Table, index: int) -> tuple[float, float, int] | None:
     """Return sum, sum of squares and number of the trained tokens; None where they have their trajectory's."""
+    advantages = arrays_of(table, "advantages", index) if "advantages" in table.column_names else []
     if not advantages:
         return None
     values = np.concatenate(advantages)
-    trained = values[~values.mask] if isinstance(values, np.ma.MaskedArray) else values[~np.isnan(values)]
+    trained = values[~np.isnan(values)]
     return float(trained.sum(dtype=np.float64)), float(np.square(trained, dtype=np.float64).sum()), len(trained)
-
-
-class _ListsOfLists:
-    """A column of lists of lists, row by row, without making Python objects of its values."""
-
-    def __init__(self, column: pa.ChunkedArray) -> None:
-        array = column.combine_chunks()
-        outer = array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
-        self._rows: Array = outer.offsets.to_numpy()
-        self._sequences: Array = outer.values.offsets.to_numpy()
-        self._values: Array = outer.values.values.to_numpy(zero_copy_only=False)
-
-    def row(self, index: int) -> list[Array]:
-        start, end = self._rows[index], self._rows[index + 1]
-        return [self._values[self._sequences[at] : self._sequences[at + 1]] for at in range(start, end)]
 
 
 def read_ledger(directory: Path) -> tuple[TrainedGroups | None, list[str]]:
@@ -81,9 +66,8 @@ def read_ledger(directory: Path) -> tuple[TrainedGroups | None, list[str]]:
     unreadable: list[str] = []
     for version in reversed(versions_in(directory)):
         try:
-            return decode_json(
-                (directory / str(version) / LEDGER).read_bytes(), TrainedGroups, what="ledger"
-            ), unreadable
+            content = (directory / str(version) / LEDGER).read_bytes()
+            return decode_json(content, TrainedGroups, what="ledger"), unreadable
         except (OSError, WireError) as exc:
             unreadable.append(f"checkpoint {version}: {exc}")
     return None, unreadable

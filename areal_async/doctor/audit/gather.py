@@ -14,7 +14,7 @@ import anyio.to_thread
 from areal_async.bus import Bus, Message
 from areal_async.doctor.audit.files import read_archive, read_ledger
 from areal_async.doctor.audit.run_record import Rules, RunRecord, StoredSlot
-from areal_async.doctor.audit.versions import Columns, find_faults
+from areal_async.doctor.audit.versions import find_faults
 from areal_async.errors import WireError
 from areal_async.launch.lost import state_of
 from areal_async.process.json_lines import read_json_lines
@@ -34,9 +34,12 @@ async def gather(bus: Bus, run_directory: Path, rules: Rules, *, is_live: bool) 
     reader = _Reader(bus, evidence)
     evidence.produced = read_receipts(run_directory)
     await reader.check_streams()
-    evidence.admitted = await reader.read_admitted()
-    await reader.read_state()
-    await reader.read_tickets()
+    evidence.admitted = await reader.get(ADMITTED, Admitted) or Admitted()
+    state = await reader.get(RUN_STATE, RunState)
+    evidence.is_finished = state is not None and state.state == "finished"
+    names = bus.names
+    tickets = await reader.read(names.tickets_stream, names.all_tickets, Ticket)
+    evidence.tickets = {ticket.group_id for ticket in tickets}
     evidence.num_entries_before_messages = len(await reader.read_log())
     await reader.read_trajectories()
     evidence.metrics = read_json_lines(run_directory / "metrics.jsonl")
@@ -47,8 +50,8 @@ async def gather(bus: Bus, run_directory: Path, rules: Rules, *, is_live: bool) 
     evidence.archive, more = read_archive(run_directory / "trajectories")
     evidence.unreadable_files = unreadable + more
     evidence.log = await reader.read_log()
-    await reader.read_dead_letters()
-    evidence.admitted_last = await reader.read_admitted()
+    evidence.dead_letters = await reader.read(names.dead_stream, names.dead_groups, Outcome)
+    evidence.admitted_last = await reader.get(ADMITTED, Admitted) or Admitted()
     return evidence
 
 
@@ -71,34 +74,23 @@ class _Reader:
                 self._absent.add(stream)
                 self._evidence.absent_streams.append(f"stream {stream}: the broker does not have it")
 
-    async def read_admitted(self) -> Admitted:
+    async def get(self, key: str, kind: type[R]) -> R | None:
+        """Return the record under a key of the run; None where there is none, or no bucket."""
         if f"KV_{self._bus.names.bucket}" in self._absent:
-            return Admitted()
-        record, _ = await self._bus.get(ADMITTED, Admitted)
-        return record or Admitted()
+            return None
+        record, _ = await self._bus.get(key, kind)
+        return record
 
-    async def read_state(self) -> None:
-        if f"KV_{self._bus.names.bucket}" not in self._absent:
-            state, _ = await self._bus.get(RUN_STATE, RunState)
-            self._evidence.is_finished = state is not None and state.state == "finished"
-
-    async def read_tickets(self) -> None:
-        names = self._bus.names
-        tickets = self._decoded(await self._messages(names.tickets_stream, names.all_tickets), Ticket)
-        self._evidence.tickets = {ticket.group_id for ticket in tickets}
+    async def read(self, stream: str, subject: str, kind: type[R]) -> list[R]:
+        """Return the records of one kind that a stream has; none where there is no such stream."""
+        return self._decoded(await self._messages(stream, subject), kind)
 
     async def read_log(self) -> list[Cut | Outcome]:
         names = self._bus.names
         entries: list[Cut | Outcome] = []
         for message in await self._messages(names.outcomes_stream, names.log):
-            kind = Cut if message.subject == names.cuts else Outcome
-            entries += self._decoded([message], kind)
+            entries += self._decoded([message], Cut if message.subject == names.cuts else Outcome)
         return entries
-
-    async def read_dead_letters(self) -> None:
-        names = self._bus.names
-        letters = await self._messages(names.dead_stream, names.dead_groups)
-        self._evidence.dead_letters = self._decoded(letters, Outcome)
 
     async def read_trajectories(self) -> None:
         stream = self._bus.names.trajectories_stream
@@ -169,10 +161,7 @@ def _stored_slot(payload: bytes, stored: StoredMessage, slot: Slot, damage: str)
         damage = damage or str(exc)
     else:
         if slot.status is SlotStatus.SCORED:
-            sequences = [
-                Columns(one.token_ids, one.loss_mask, one.logprobs, one.versions) for one in trajectory.sequences
-            ]
-            faults = find_faults(sequences, oldest=slot.oldest, newest=slot.newest)
+            faults = find_faults(trajectory.sequences, oldest=slot.oldest, newest=slot.newest)
     return StoredSlot(
         group_id=stored.group_id,
         sibling=slot.sibling,

@@ -1,26 +1,13 @@
 """The versions on a trajectory's tokens: what is wrong with them, and how many tokens carry each. Pure."""
 
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from areal_async.protocol.types import NOT_SAMPLED, Version
-
-Array = NDArray[Any]
+from areal_async.protocol.types import NOT_SAMPLED, Sequence, Version
 
 
-class Columns(NamedTuple):
-    """One sequence. All arrays [L], unless they are damaged."""
-
-    token_ids: Array
-    loss_mask: Array
-    logprobs: Array
-    versions: Array
-
-
-def count_versions(sequences: Seq[Columns]) -> dict[int, int]:
+def count_versions(sequences: Seq[Sequence]) -> dict[int, int]:
     """Return how many sampled tokens carry each packed version; those without one are not counted."""
     counts: dict[int, int] = {}
     for columns in sequences:
@@ -30,11 +17,14 @@ def count_versions(sequences: Seq[Columns]) -> dict[int, int]:
     return counts
 
 
-def find_faults(sequences: Seq[Columns], *, oldest: str, newest: str) -> tuple[str, ...]:
-    """Say where a version is missing, superfluous, or outside the range that the slot's header claims."""
+def find_faults(sequences: Seq[Sequence], *, oldest: str, newest: str) -> tuple[str, ...]:
+    """Say where a version is missing, superfluous, or outside the range that the slot's header claims.
+
+    What is damaged may have columns of several lengths.
+    """
     faults: list[str] = []
     for number, columns in enumerate(sequences):
-        lengths = {len(column) for column in columns}
+        lengths = {len(column) for column in (columns.token_ids, columns.loss_mask, columns.logprobs, columns.versions)}
         if len(lengths) > 1:
             faults.append(f"sequence {number}: got columns of {sorted(lengths)} entries, need one length")
             continue

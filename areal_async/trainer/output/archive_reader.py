@@ -190,19 +190,20 @@ def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[ArchivedTrajectory]
             advantages=tuple(one["advantage"] for one in credits) or (row["advantage"],),
             trajectory=Trajectory(
                 slot=slot,
-                sequences=_sequences(table, index) if with_tokens else [],
+                sequences=sequences_of(table, index) if with_tokens else [],
                 info=json.loads(row["info"]),
             ),
         )
 
 
-def _sequences(table: pa.Table, index: int) -> list[TokenSequence]:
+def sequences_of(table: pa.Table, index: int) -> list[TokenSequence]:
+    """Return the sequences of one row."""
     names = [name for name in ARRAYS if name not in ("temperatures", "steered") or name in table.column_names]
-    columns = {name: arrays for name in names if (arrays := _arrays(table, name, index))}
+    columns = {name: arrays for name in names if (arrays := arrays_of(table, name, index))}
     return [TokenSequence(**dict(zip(columns, arrays, strict=True))) for arrays in zip(*columns.values(), strict=True)]
 
 
-def _arrays(table: pa.Table, name: str, index: int) -> list[Any]:
+def arrays_of(table: pa.Table, name: str, index: int) -> list[Any]:
     """Return the arrays of one row's sequences, without making Python objects of their values."""
     row = table.column(name)[index]
     return [one.values.to_numpy(zero_copy_only=False) for one in row] if row.is_valid else []
