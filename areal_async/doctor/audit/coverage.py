@@ -7,7 +7,6 @@ none but those was left out can be proved under it too.
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from functools import partial
 
 import msgspec
 
@@ -15,16 +14,11 @@ from areal_async.controller.admission import first_groups
 from areal_async.controller.curriculum import MAX_LOOKED_AT, Curriculum, Visits
 from areal_async.controller.sampler import RowPool
 from areal_async.doctor.audit.reconciliation import OPEN, TRAINED, Reconciliation
-from areal_async.doctor.audit.report import Ruling, Violation, ViolationKind, rule
+from areal_async.doctor.audit.report import Ruling, Violation, rule
+from areal_async.doctor.audit.report import ViolationKind as Kind
 from areal_async.protocol.types import GroupId, Outcome, OutcomeKind
 
 FAILURES = (OutcomeKind.FAILED, OutcomeKind.DEAD)
-hole = partial(Violation, ViolationKind.HOLE)
-out_of_turn = partial(Violation, ViolationKind.OUT_OF_TURN)
-disagrees = partial(Violation, ViolationKind.DISAGREES)
-twice = partial(Violation, ViolationKind.TWICE)
-attempts = partial(Violation, ViolationKind.ATTEMPTS)
-no_letter = partial(Violation, ViolationKind.NO_LETTER)
 
 
 def admitted_groups(audit: Reconciliation) -> list[GroupId]:
@@ -50,13 +44,13 @@ def rule_covered(audit: Reconciliation, admitted: list[GroupId]) -> Ruling:
     ]
     if len(audit.accounts.readmissions) < record.num_readmitted:
         text = f"the record counts {record.num_readmitted} re-admissions, the log {len(audit.accounts.readmissions)}"
-        findings.append(disagrees("admitted", text))
+        findings.append(Kind.DISAGREES.of("admitted", text))
     num_first = sum(group.attempt == 0 for group in admitted)
     if evidence.rules.num_rows and num_first != record.num_fresh - record.num_skipped:
         text = (
             f"the record counts {record.num_skipped} prompts passed over, the log gives {record.num_fresh - num_first}"
         )
-        findings.append(disagrees("admitted", text))
+        findings.append(Kind.DISAGREES.of("admitted", text))
     missing = [] if evidence.rules.num_rows else [f"the data: {evidence.rules.why_no_rows}"]
     missing += evidence.absent_streams
     if not record.total:
@@ -97,9 +91,9 @@ def _holes(audit: Reconciliation, admitted: list[GroupId]) -> Iterator[Violation
         if audit.groups.get(group, OPEN) != OPEN:
             continue
         if group not in evidence.tickets and group not in has_slots:
-            yield hole(group, "admitted, and there is neither its ticket, nor a trajectory, nor an outcome")
+            yield Kind.HOLE.of(group, "admitted, and there is neither its ticket, nor a trajectory, nor an outcome")
         elif evidence.is_finished:
-            yield hole(group, "the run has finished, and its outcome is not recorded")
+            yield Kind.HOLE.of(group, "the run has finished, and its outcome is not recorded")
 
 
 def _strangers(audit: Reconciliation) -> Iterator[Violation]:
@@ -112,10 +106,9 @@ def _strangers(audit: Reconciliation) -> Iterator[Violation]:
         further = msgspec.structs.replace(last, num_fresh=last.num_fresh + far)
         due |= set(first_groups(further, audit.evidence.sampler, _curriculum(audit)))
     for group in sorted(map(GroupId.parse, audit.groups)):
-        if group.attempt and group not in due:
-            yield out_of_turn(str(group), "admitted again, though no outcome of the attempt before it asks for that")
-        elif rules.num_rows and group not in due:
-            yield out_of_turn(str(group), "admitted, though its turn has not come")
+        if group not in due and (group.attempt or rules.num_rows):
+            again = "admitted again, though no outcome of the attempt before it asks for that"
+            yield Kind.OUT_OF_TURN.of(str(group), again if group.attempt else "admitted, though its turn has not come")
 
 
 def _repeats(audit: Reconciliation) -> Iterator[Violation]:
@@ -128,7 +121,7 @@ def _repeats(audit: Reconciliation) -> Iterator[Violation]:
     for groups in trained.values():
         if len(groups) > 1:
             text = f"several attempts at one prompt were trained: {', '.join(sorted(groups))}"
-            yield twice(min(groups), text)
+            yield Kind.TWICE.of(min(groups), text)
 
 
 def _failures(audit: Reconciliation) -> Iterator[Violation]:
@@ -141,16 +134,16 @@ def _failures(audit: Reconciliation) -> Iterator[Violation]:
             failed[group.epoch, group.index] += 1
         if outcome.kind is OutcomeKind.FAILED and outcome.num_failed_attempts >= limit:
             text = f"failed {outcome.num_failed_attempts} times and not recorded dead, need at most {limit} attempts"
-            yield attempts(outcome.group_id, text)
+            yield Kind.ATTEMPTS.of(outcome.group_id, text)
         if outcome.kind is OutcomeKind.DEAD and outcome.num_failed_attempts < limit:
             text = f"recorded dead after {outcome.num_failed_attempts} failed attempts, need {limit}"
-            yield attempts(outcome.group_id, text)
+            yield Kind.ATTEMPTS.of(outcome.group_id, text)
     again = Counter((group.epoch, group.index) for group in audit.accounts.again_after_death)
     for prompt, count in sorted(failed.items()):
         allowed = limit * (1 + again[prompt])
         if count > allowed:
             epoch, index = prompt
-            yield attempts(f"{epoch}-{index}", f"{count} failed attempts, need at most {allowed}")
+            yield Kind.ATTEMPTS.of(f"{epoch}-{index}", f"{count} failed attempts, need at most {allowed}")
 
 
 def _dead(audit: Reconciliation) -> Iterator[Violation]:
@@ -159,6 +152,6 @@ def _dead(audit: Reconciliation) -> Iterator[Violation]:
         if outcome.kind is OutcomeKind.DEAD:
             letter = letters.get(outcome.group_id)
             if letter is None:
-                yield no_letter(outcome.group_id, "recorded dead, and not in the dead-letter stream")
+                yield Kind.NO_LETTER.of(outcome.group_id, "recorded dead, and not in the dead-letter stream")
             elif not letter.reason:
-                yield no_letter(outcome.group_id, "in the dead-letter stream without a reason")
+                yield Kind.NO_LETTER.of(outcome.group_id, "in the dead-letter stream without a reason")

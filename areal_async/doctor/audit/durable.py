@@ -5,16 +5,11 @@ P2: in the surviving lineage, once. Pure.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import partial
 
 from areal_async.doctor.audit.reconciliation import OPEN, Reconciliation
-from areal_async.doctor.audit.report import Ruling, Violation, ViolationKind, rule
+from areal_async.doctor.audit.report import Ruling, Violation, rule
+from areal_async.doctor.audit.report import ViolationKind as Kind
 from areal_async.protocol.types import GroupId, OutcomeKind
-
-lost = partial(Violation, ViolationKind.LOST)
-damaged = partial(Violation, ViolationKind.DAMAGED)
-twice = partial(Violation, ViolationKind.TWICE)
-disagrees = partial(Violation, ViolationKind.DISAGREES)
 
 
 def rule_durable(audit: Reconciliation, admitted: list[GroupId]) -> Ruling:
@@ -23,9 +18,9 @@ def rule_durable(audit: Reconciliation, admitted: list[GroupId]) -> Ruling:
     Args:
         admitted: every group whose ticket was published before the tickets were read.
     """
-    findings = [lost(uid, fate.reason) for uid, fate in audit.lost().items()]
+    findings = [Kind.LOST.of(uid, fate.reason) for uid, fate in audit.lost().items()]
     findings += _missing_siblings(audit, admitted)
-    findings += [damaged(one.version, one.reason) for one in audit.evidence.damaged_checkpoints]
+    findings += [Kind.DAMAGED.of(one.version, one.reason) for one in audit.evidence.damaged_checkpoints]
     num_received = len(audit.received)
     num_used = sum(uid not in audit.received for uid in audit.fates)
     sentence = f"{num_received} trajectories acknowledged to {len(audit.evidence.produced)} producers"
@@ -45,8 +40,9 @@ def _missing_siblings(audit: Reconciliation, admitted: list[GroupId]) -> list[Vi
     for fate in audit.fates.values():
         if fate.kind not in (OutcomeKind.DUPLICATE, OutcomeKind.LATE):
             seen[fate.group_id].add(fate.sibling)
+    text = "its ticket was acked, so it was stored; it is neither stored nor settled"
     return [
-        lost(f"{group_id}.{sibling}", "its ticket was acked, so it was stored; it is neither stored nor settled")
+        Kind.LOST.of(f"{group_id}.{sibling}", text)
         for group_id in map(str, admitted)
         if audit.groups.get(group_id, OPEN) == OPEN and seen[group_id] and group_id not in audit.evidence.tickets
         for sibling in range(audit.evidence.rules.of(group_id).group_size)
@@ -79,70 +75,48 @@ def _unknown_producers(audit: Reconciliation) -> Iterator[str]:
 def rule_once(audit: Reconciliation) -> Ruling:
     """Judge P2: archive, ledger and journal name each slot once, and agree with one another."""
     findings = [*_doubles(audit), *_disagreements(audit)]
-    evidence = audit.evidence
-    trained = evidence.ledger.trained if evidence.ledger else {}
-    missing = [f"the archive of step {step}" for step in sorted(map(int, trained)) if step not in audit.steps]
-    missing += evidence.unreadable_files
-    if not trained and not audit.steps:
-        missing.append("nothing is trained yet")
     sentence = (
-        f"{len(evidence.archive)} slots in {len(audit.steps)} archived steps, {len(trained)} steps in the ledger, "
-        f"{len(audit.journal.cuts)} surviving cuts"
+        f"{len(audit.evidence.archive)} slots in {len(audit.steps)} archived steps, {len(audit.ledger)} steps in the "
+        f"ledger, {len(audit.journal.cuts)} surviving cuts"
     )
-    return rule("P2", "once", sentence, findings=findings, missing=missing)
+    return rule("P2", "once", sentence, findings=findings, missing=audit.unarchived())
 
 
 def _doubles(audit: Reconciliation) -> Iterator[Violation]:
-    by_slot: dict[str, list[int]] = defaultdict(list)
-    for slot in audit.evidence.archive:
-        by_slot[slot.name].append(slot.step)
-    for name, steps in sorted(by_slot.items()):
-        if len(steps) > 1:
-            yield twice(name, f"archived as trained in steps {_listed(steps)}")
     lists = {
-        "cut": {step: [group.group_id for group in cut.groups] for step, cut in audit.journal.cuts.items()},
-        "in the ledger": _ledger(audit),
+        "archived as trained in": [(slot.name, slot.step) for slot in audit.evidence.archive],
+        "cut for": [(group.group_id, step) for step, cut in audit.journal.cuts.items() for group in cut.groups],
+        "in the ledger for": [(group_id, step) for step, groups in audit.ledger.items() for group_id in groups],
     }
-    for what, steps_of in lists.items():
-        by_group: dict[str, list[int]] = defaultdict(list)
-        for step, groups in sorted(steps_of.items()):
-            for group_id in groups:
-                by_group[group_id].append(step)
-        for group_id, steps in sorted(by_group.items()):
+    for what, named in lists.items():
+        steps_of: dict[str, list[int]] = defaultdict(list)
+        for name, step in named:
+            steps_of[name].append(step)
+        for name, steps in sorted(steps_of.items()):
             if len(steps) > 1:
-                yield twice(group_id, f"{what} for steps {_listed(steps)}")
+                yield Kind.TWICE.of(name, f"{what} steps {', '.join(map(str, sorted(steps)))}")
 
 
 def _disagreements(audit: Reconciliation) -> Iterator[Violation]:
     """Ledger and archive hold the same groups in each step, and none that the journal does not know of."""
-    ledger = _ledger(audit)
-    for step in sorted(ledger.keys() | audit.steps.keys()):
+    for step in sorted(audit.ledger.keys() | audit.steps.keys()):
         archived = {slot.group_id for slot in audit.steps.get(step, [])}
-        in_ledger = set(ledger.get(step, archived))
+        in_ledger = set(audit.ledger.get(step, archived))
         cut = audit.journal.cuts.get(step)
         in_cut = {group.group_id for group in cut.groups} if cut else set()
         if step in audit.steps:
             for group_id in sorted(archived ^ in_ledger):
                 place, other = ("archive", "ledger") if group_id in archived else ("ledger", "archive")
-                yield disagrees(group_id, f"step {step}: in the {place} and not in the {other}")
+                yield Kind.DISAGREES.of(group_id, f"step {step}: in the {place} and not in the {other}")
         for group_id in sorted((archived | in_ledger) - in_cut):
-            yield disagrees(group_id, f"step {step}: trained, and not in the journal's cut")
+            yield Kind.DISAGREES.of(group_id, f"step {step}: trained, and not in the journal's cut")
         if step <= audit.checkpoint_step:  # later ones may be given up by the next lineage, their archive moved away
             for group_id in sorted(archived | in_ledger):
                 outcome = audit.journal.outcomes.get(group_id)
                 if outcome is not None and outcome.kind is not OutcomeKind.TRAINED:
-                    yield disagrees(group_id, f"step {step}: trained, and recorded {outcome.kind}")
+                    yield Kind.DISAGREES.of(group_id, f"step {step}: trained, and recorded {outcome.kind}")
     for line in audit.evidence.metrics:
         number, count = line.get("step"), line.get("num_trajectories")
         rows = audit.steps.get(number, []) if isinstance(number, int) else []
         if rows and count != len(rows):
-            yield disagrees(f"step {number}", f"metrics say {count} trajectories, the archive has {len(rows)}")
-
-
-def _ledger(audit: Reconciliation) -> dict[int, list[str]]:
-    ledger = audit.evidence.ledger
-    return {int(step): groups for step, groups in ledger.trained.items()} if ledger else {}
-
-
-def _listed(steps: list[int]) -> str:
-    return ", ".join(map(str, sorted(steps)))
+            yield Kind.DISAGREES.of(f"step {number}", f"metrics say {count} trajectories, the archive has {len(rows)}")

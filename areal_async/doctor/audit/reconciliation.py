@@ -67,6 +67,8 @@ class Reconciliation:
         """Groups that the run's end found unsettled, and after which it has not gone on."""
         self._read_log()
         self.checkpoint_step = Version.parse(evidence.ledger.version).step if evidence.ledger else 0
+        self.ledger = {int(step): groups for step, groups in evidence.ledger.trained.items()} if evidence.ledger else {}
+        """Groups that the newest checkpoint was trained on, by step."""
         self.steps: dict[int, list[ArchivedSlot]] = {}
         """Archive by step."""
         for slot in sorted(evidence.archive, key=lambda one: (one.step, one.lineage, one.position)):
@@ -125,6 +127,12 @@ class Reconciliation:
         """Return the lost trajectories, by sample uid."""
         return {uid: fate for uid, fate in sorted(self.fates.items()) if fate.kind == SlotFate.LOST}
 
+    def unarchived(self) -> list[str]:
+        """Say what the archive lacks. A checkpoint waits for it; what was trained since may come yet, or never."""
+        missing = [f"the archive of step {step}" for step in sorted(self.ledger.keys() - self.steps.keys())]
+        missing += self.evidence.unreadable_files
+        return missing if self.ledger or self.steps else [*missing, "nothing is trained yet"]
+
     def _group_fates(self) -> dict[str, str]:
         evidence = self.evidence
         known = evidence.tickets | {slot.group_id for slot in evidence.stored}
@@ -136,9 +144,7 @@ class Reconciliation:
             for group_id, step in self.cut_steps.items()
         }
         fates |= {group_id: outcome.kind.value for group_id, outcome in self.journal.outcomes.items()}
-        if evidence.ledger:
-            fates |= {group_id: TRAINED for trained in evidence.ledger.trained.values() for group_id in trained}
-        return fates
+        return fates | {group_id: TRAINED for trained in self.ledger.values() for group_id in trained}
 
     def _slot_fates(self) -> dict[str, Fate]:
         """Judge whatever receipts, cuts or the stream itself say was stored."""

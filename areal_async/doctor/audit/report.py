@@ -30,6 +30,10 @@ class ViolationKind(StrEnum):
     NO_LETTER = "no dead letter"
     DAMAGED = "damaged"
 
+    def of(self, id: str, text: str) -> "Violation":
+        """Return one of this kind, as ``Violation`` has it."""
+        return Violation(self, id, text)
+
 
 class Violation(msgspec.Struct, frozen=True):
     """One thing that breaks a promise."""
