@@ -6,26 +6,27 @@ Importing this package is cheap; the names that workflows and rewards use are lo
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal_async.api import (
-        Act,
-        DescribedTool,
-        Message,
-        Policy,
-        Reply,
-        RewardModel,
-        Rewards,
-        ToolCall,
-        ToolResult,
-        Workflow,
-        group_workflow,
-        per_node,
-    )
-    from areal_async.errors import ContextFull, Reject, ToolError
-    from areal_async.protocol.types import Prompt
-    from areal_async.rollout.rewards.decorator import reward
-    from areal_async.rollout.tools.mcp import mcp_tools, shared_mcp_tools
-    from areal_async.rollout.tools.schema import tool
-    from areal_async.rollout.user_code.task_scope import shared
+    from areal_async.api import Act as Act
+    from areal_async.api import DescribedTool as DescribedTool
+    from areal_async.api import Message as Message
+    from areal_async.api import Policy as Policy
+    from areal_async.api import Reply as Reply
+    from areal_async.api import RewardModel as RewardModel
+    from areal_async.api import Rewards as Rewards
+    from areal_async.api import ToolCall as ToolCall
+    from areal_async.api import ToolResult as ToolResult
+    from areal_async.api import Workflow as Workflow
+    from areal_async.api import group_workflow as group_workflow
+    from areal_async.api import per_node as per_node
+    from areal_async.errors import ContextFull as ContextFull
+    from areal_async.errors import Reject as Reject
+    from areal_async.errors import ToolError as ToolError
+    from areal_async.protocol.types import Prompt as Prompt
+    from areal_async.rollout.rewards.decorator import reward as reward
+    from areal_async.rollout.tools.mcp import mcp_tools as mcp_tools
+    from areal_async.rollout.tools.mcp import shared_mcp_tools as shared_mcp_tools
+    from areal_async.rollout.tools.schema import tool as tool
+    from areal_async.rollout.user_code.task_scope import shared as shared
 
 __version__ = "0.1.0"
 
@@ -43,29 +44,7 @@ _NAMES = {
 }  # fmt: skip
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "Act",
-    "ContextFull",
-    "DescribedTool",
-    "Message",
-    "Policy",
-    "Prompt",
-    "Reject",
-    "Reply",
-    "RewardModel",
-    "Rewards",
-    "ToolCall",
-    "ToolError",
-    "ToolResult",
-    "Workflow",
-    "group_workflow",
-    "mcp_tools",
-    "per_node",
-    "reward",
-    "shared",
-    "shared_mcp_tools",
-    "tool",
-]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
