@@ -151,7 +151,7 @@ def stream_configs(settings: Settings) -> list[dict[str, Any]]:
 def consumer_configs(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
     """Return the shared consumers, each with its stream's name."""
     names, run = settings.names, f"areal.{settings.run.name}"
-    num_pending = max(MIN_ACK_PENDING, 2 * settings.max_tickets)
+    num_pending = max(MIN_ACK_PENDING, 2 * settings.rollout.max_groups_in_flight)
 
     def leased(name: str, *, max_ack_pending: int = num_pending, **config: str) -> dict[str, Any]:
         return _consumer(name, ack_wait=_ns(settings.ticket_ack_wait_s), max_ack_pending=max_ack_pending, **config)

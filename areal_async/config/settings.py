@@ -4,9 +4,8 @@ Sources, later ones win: YAML file, ``AREAL_ASYNC_*`` environment (``__`` nests)
 (``sources``). Numbers that follow from others are properties and are never typed.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -333,7 +332,7 @@ class Settings(Section):
                 "for all tasks; set algorithm.overlong_max"
             )
         try:
-            return RolloutSettings.model_validate(_merged(rollout.model_dump(), task.changes))
+            return RolloutSettings.model_validate(self.rollout_of(task.name).model_dump())
         except ValidationError as exc:
             reason = exc.errors()[0]["msg"].removeprefix("Value error, ")
             raise ValueError(f"tasks.{index}: {reason}") from exc
@@ -409,15 +408,6 @@ class Settings(Section):
         return TICKET_ACK_WAIT_S / 3
 
     @property
-    def max_tickets(self) -> int:
-        """Every admitted group's ticket can be out at once."""
-        return self.rollout.max_groups_in_flight
-
-    @property
     def duplicate_window_s(self) -> float:
         """Longer than any publish is repeated for. The broker holds the ids of all messages of that time in memory."""
         return max(MIN_DUPLICATE_WINDOW_S, 2 * self.bus.operation_deadline_s)
-
-
-def _merged(old: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    return old | {key: _merged(old[key], value) if isinstance(value, dict) else value for key, value in new.items()}

@@ -36,7 +36,7 @@ async def test_numbers_follow_from_the_settings_and_with_them(open_role: OpenRol
 
     consumer = await bus.api.ask(f"$JS.API.CONSUMER.INFO.{bus.names.tickets_stream}.{bus.names.nodes_consumer}")
     assert (await bus.stream_state(bus.names.trajectories_stream)).max_bytes == 2 << 20
-    assert consumer["config"]["max_ack_pending"] >= changed.max_tickets
+    assert consumer["config"]["max_ack_pending"] >= changed.rollout.max_groups_in_flight
     assert consumer["config"]["ack_wait"] == changed.ticket_ack_wait_s * 1e9
 
 
