@@ -46,11 +46,7 @@ def read_yaml(stream: IO[str] | str) -> Any:
         UnicodeDecodeError: it is not text.
     """
     try:
-        loader = _Loader(stream)
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
+        return yaml.load(stream, _Loader)
     except (KeyRefusedError, UnicodeDecodeError):
         raise
     except NOT_YAML as exc:
