@@ -9,7 +9,6 @@ pydantic checks the values and nothing of pydantic-settings is used: its sources
 them gave a value, and leave a wrong one without the sentence that names it.
 """
 
-import copy
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -145,7 +144,7 @@ def resolve(base: Mapping[str, Any], assignments: Sequence[Assignment], kind: ty
     Raises:
         UserError: an unknown name or a wrong value.
     """
-    data = copy.deepcopy(dict(base))
+    data: Any = base
     misplaced: dict[Parts, str] = {}
     for assignment in assignments:
         _refuse_unfit(assignment, assignment.value, assignment.parts, kind)
@@ -153,7 +152,7 @@ def resolve(base: Mapping[str, Any], assignments: Sequence[Assignment], kind: ty
         value, found = placed(assignment.value, annotation, parts=assignment.parts, folder=assignment.folder)
         misplaced = {parts: one for parts, one in misplaced.items() if not _gives(assignment, parts)}
         misplaced |= {parts: f"{'.'.join(parts)}: {one} {assignment.origin}" for parts, one in found.items()}
-        _assign(data, replace(assignment, value=value), kind)
+        data = _put(data, replace(assignment, value=value), kind)
     if misplaced:
         raise UserError(next(iter(misplaced.values())))
     try:
@@ -237,40 +236,24 @@ def _parsed(parts: Parts, text: str, rank: int, origin: str, kind: type[BaseMode
 # Merging
 
 
-def _assign(data: dict[str, Any], assignment: Assignment, kind: type[BaseModel]) -> None:
-    """Put one value into the tree; a section is merged into what is there."""
-    place: Any = data
-    for depth, part in enumerate(assignment.parts[:-1], start=1):
-        place = _enter(place, part, annotation_at(kind, assignment.parts[:depth]), assignment)
-    last = assignment.parts[-1]
-    annotation = annotation_at(kind, assignment.parts)
-    if isinstance(place, list):
-        _extend_to(place, int(last), assignment)
-        place[int(last)] = _merged(place[int(last)], assignment.value, annotation)
-    else:
-        place[last] = _merged(place.get(last), assignment.value, annotation)
-
-
-def _enter(place: Any, part: str, annotation: Any, assignment: Assignment) -> Any:
-    """Return the list or mapping under ``part``, made when missing."""
-    empty: Any = [] if get_origin(without_none(annotation)) in (tuple, list) else {}
-    if isinstance(place, list):
-        _extend_to(place, int(part), assignment)
-        place[int(part)] = place[int(part)] if isinstance(place[int(part)], dict | list) else empty
-        return place[int(part)]
-    inner = place.get(part)
-    place[part] = inner if isinstance(inner, dict | list) and type(inner) is type(empty) else empty
-    return place[part]
-
-
-def _extend_to(items: list[Any], index: int, assignment: Assignment) -> None:
+def _put(old: Any, assignment: Assignment, annotation: Any, depth: int = 0) -> Any:
+    """Return what a place holds, ``depth`` parts down, once the value is put there; a section is merged into it."""
+    if depth == len(assignment.parts):
+        return _merged(old, assignment.value, annotation)
+    part, outer = assignment.parts[depth], without_none(annotation)
+    inner = step_into(outer, part)
+    if get_origin(outer) not in (tuple, list):
+        kept = old if isinstance(old, dict) else {}
+        return kept | {part: _put(kept.get(part), assignment, inner, depth + 1)}
+    items, index = [*old] if isinstance(old, list) else [], int(part)
     if index > len(items):
         raise UserError(
-            f"{'.'.join(assignment.parts)} {assignment.origin}: got index {index}, need at most {len(items)}: "
+            f"{assignment.name} {assignment.origin}: got index {index}, need at most {len(items)}: "
             f"there are {len(items)} before it"
         )
-    if index == len(items):
-        items.append(None)
+    before = items[index : index + 1] or [None]
+    items[index : index + 1] = [_put(before[0], assignment, inner, depth + 1)]
+    return items
 
 
 def _merged(old: Any, new: Any, annotation: Any) -> Any:
