@@ -6,11 +6,11 @@ source gives, as the file, where a later one, as the command line, has chosen ot
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from areal_async.config.algorithm import PRESETS, AlgorithmSettings
 from areal_async.config.settings import Settings
-from areal_async.config.tree import value_at
+from areal_async.config.tree import text_of, value_at
 
 
 class Need(NamedTuple):
@@ -93,7 +93,7 @@ def missing(settings: Settings, key: str) -> str:
     need = NEEDS.get(key)
     if need is None or need.holds(settings):
         return ""
-    facts = ", ".join(f"{name}={_text(value_at(settings, name.split('.')))}" for name in need.of)
+    facts = ", ".join(f"{name}={text_of(value_at(settings, name.split('.')))}" for name in need.of)
     return f"{facts}, need {need.wanted}"
 
 
@@ -105,7 +105,7 @@ def idle(settings: Settings, rank_of: Mapping[str, int]) -> tuple[str, str] | No
     """
     name, decoupled = settings.algorithm.name, "algorithm.decoupled"
     if decoupled in rank_of and PRESETS[name].get("decoupled") and not settings.uses_decoupled_loss:
-        value = _text(settings.algorithm.decoupled)
+        value = text_of(settings.algorithm.decoupled)
         return decoupled, f"{decoupled}: got {value} with algorithm.name={name}, need true; {name} corrects that loss"
     otherwise = AlgorithmSettings(name=name)
     for key, need in NEEDS.items():
@@ -114,9 +114,5 @@ def idle(settings: Settings, rank_of: Mapping[str, int]) -> tuple[str, str] | No
         is_as_before = value in (getattr(otherwise, key.removeprefix("algorithm.")), "none")
         is_overruled = any(rank_of.get(other, 0) > rank_of.get(key, 0) for other in need.of)
         if key in rank_of and not is_as_before and not is_overruled and (why := missing(settings, key)):
-            return key, f"{key}: got {_text(value)} with {why}; leave it out, or choose that"
+            return key, f"{key}: got {text_of(value)} with {why}; leave it out, or choose that"
     return None
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

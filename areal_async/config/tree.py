@@ -31,14 +31,12 @@ class SettingInfo(NamedTuple):
 
 def describe(kind: type[BaseModel]) -> list[SettingInfo]:
     """Return name, default and sentence of every setting, in the order of the file."""
-    return [
-        SettingInfo(
-            ".".join(parts),
-            _default_text(owner, parts[-1]),
-            " ".join((owner.model_fields[parts[-1]].description or "").split()),
-        )
-        for parts, owner in leaves(kind)
-    ]
+    described = []
+    for parts, owner in leaves(kind):
+        field = owner.model_fields[parts[-1]]
+        default = "required" if field.is_required() else text_of(field.default)
+        described.append(SettingInfo(".".join(parts), default, " ".join((field.description or "").split())))
+    return described
 
 
 def annotation_at(kind: Any, parts: Sequence[str]) -> Any:
@@ -170,11 +168,8 @@ def _shape_of(part: str, above: Any) -> str:
     return ANY_INDEX if part.isdecimal() else part
 
 
-def _default_text(owner: type[BaseModel], name: str) -> str:
-    field = owner.model_fields[name]
-    if field.is_required():
-        return "required"
-    default = field.get_default(call_default_factory=True, validated_data={})
-    if default is None or isinstance(default, bool):
-        return {None: "null", True: "true", False: "false"}[default]
-    return str(list(default)) if isinstance(default, tuple) else str(default)
+def text_of(value: Any) -> str:
+    """Return a value as it is written in a settings file."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(list(value)) if isinstance(value, tuple) else str(value)
