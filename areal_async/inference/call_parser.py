@@ -90,7 +90,7 @@ def check_tool_call_parser(settings: Settings) -> None:
         UserError: the embedded engine has none.
     """
     name = settings.inference.tool_call_parser
-    if name is not None and choose_backend(settings) == "embedded":
+    if name is not None and choose_backend(settings.inference) == "embedded":
         raise UserError(
             f"inference.tool_call_parser: got {name}, but the embedded engine has no parsers; leave it out, or take "
             "inference.backend=sglang"

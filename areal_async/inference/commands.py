@@ -36,14 +36,10 @@ class ServerCommand:
 
     id: str
     arguments: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(repr=False)
+    """What is added to that of the process that starts it: the secret too, which no command line of ours has."""
     admin_key: str = field(default="", repr=False)
     """The secret without which it is not administrated; empty for a server that needs none."""
-
-    @property
-    def whole_environment(self) -> dict[str, str]:
-        """What is added to the environment of the process that starts it: the secret too, which no command line has."""
-        return {**self.environment, **({VARIABLE: self.admin_key} if self.admin_key else {})}
 
     def on_port(self, port: int) -> list[str]:
         """Return the whole command line."""
@@ -58,7 +54,7 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
     """
     inference = settings.inference
     python = str(inference.python or sys.executable)
-    is_sglang = choose_backend(settings) == "sglang"
+    is_sglang = choose_backend(inference) == "sglang"
     arguments = [python, "-m", "sglang.launch_server" if is_sglang else "areal_async.inference.embedded"]
     arguments += ["--model-path", settings.model.path, "--host", "127.0.0.1", "--weight-version", NO_VERSION]
     arguments += ["--dtype", settings.model.dtype]
@@ -79,20 +75,12 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
     else:
         arguments += ["--device", "auto", "--num-threads", str(inference.num_threads)]
     admin_key = _value_of(SGLANG_KEY, inference.flags) if is_sglang else secrets.token_urlsafe(NUM_SECRET_BYTES)
+    environment |= {VARIABLE: admin_key} if admin_key else {}
     return ServerCommand(server_id, (*arguments, *inference.flags), environment, admin_key)
 
 
-def choose_backend(settings: Settings) -> Literal["sglang", "embedded"]:
+def choose_backend(inference: InferenceSettings) -> Literal["sglang", "embedded"]:
     """Resolve ``auto``: SGLang where its interpreter is named or a GPU and SGLang are found."""
-    return _choose(settings.inference)
-
-
-def draws_by_seed(inference: InferenceSettings) -> bool:
-    """Say whether the servers go by the seed of a request: SGLang does so only where it is told to."""
-    return _choose(inference) == "embedded" or DETERMINISTIC in inference.flags
-
-
-def _choose(inference: InferenceSettings) -> Literal["sglang", "embedded"]:
     if inference.backend != "auto":
         return inference.backend
     if inference.python is not None:
@@ -101,9 +89,14 @@ def _choose(inference: InferenceSettings) -> Literal["sglang", "embedded"]:
     return "sglang" if has_sglang and visible_gpus() else "embedded"
 
 
-def has_sha256(settings: Settings) -> bool:
+def draws_by_seed(inference: InferenceSettings) -> bool:
+    """Say whether the servers go by the seed of a request: SGLang does so only where it is told to."""
+    return choose_backend(inference) == "embedded" or DETERMINISTIC in inference.flags
+
+
+def has_sha256(inference: InferenceSettings) -> bool:
     """Say whether the servers' checksums of their tensors are SHA-256: SGLang's on a GPU are not."""
-    return choose_backend(settings) == "embedded" or not visible_gpus()
+    return choose_backend(inference) == "embedded" or not visible_gpus()
 
 
 def _gpu_share(gpus: Sequence[str], first: int, num_gpus: int) -> dict[str, str]:

@@ -62,10 +62,10 @@ class Fleet:
         self._around = FleetContext(
             settings=settings.inference,
             pool=self.pool,
-            verifier=Verifier(has_sha256=has_sha256(settings)),
+            verifier=Verifier(has_sha256=has_sha256(settings.inference)),
             publish=publish,
             target=self.target,
-            takes_adapters=choose_backend(settings) == "embedded",
+            takes_adapters=choose_backend(settings.inference) == "embedded",
             is_frozen=bool(frozen),
         )
         self._num_wanted = settings.inference.num_servers

@@ -134,7 +134,7 @@ class ServerProcess:
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **self._command.whole_environment},
+                env={**os.environ, **self._command.environment},
             )
 
     async def _becomes_healthy(self, api: ServerApi) -> bool:

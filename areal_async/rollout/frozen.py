@@ -60,7 +60,7 @@ async def serve_frozen(
     async with anyio.create_task_group() as services, AsyncExitStack() as clients:
         for name, policy in settings.frozen_policies.items():
             own = settings_of(policy, settings)
-            if policy.is_reward and choose_backend(own) == "sglang":
+            if policy.is_reward and choose_backend(own.inference) == "sglang":
                 folder = clients.enter_context(TemporaryDirectory(prefix="areal_reward_"))
                 own = await anyio.to_thread.run_sync(_with_bias, own, Path(folder))
             fleet = Fleet(

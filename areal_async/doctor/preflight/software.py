@@ -30,7 +30,7 @@ def check_versions(settings: Settings) -> Iterator[PreflightFinding]:
 
 def check_server_program(settings: Settings) -> Iterator[PreflightFinding]:
     """Ask the servers' interpreter for its SGLang, where that is what serves."""
-    if choose_backend(settings) != "sglang":
+    if choose_backend(settings.inference) != "sglang":
         yield good("inference", "the embedded engine serves")
         return
     python = str(settings.inference.python or sys.executable)

@@ -45,5 +45,5 @@ def sends_adapter(settings: Settings) -> bool:
     lora = settings.trainer.lora
     if not lora.is_on or lora.transfer == "merged":
         return False
-    takes_adapters = choose_backend(settings) == "embedded" and settings.inference.weight_transfer == "disk"
+    takes_adapters = choose_backend(settings.inference) == "embedded" and settings.inference.weight_transfer == "disk"
     return lora.transfer == "adapter" or takes_adapters

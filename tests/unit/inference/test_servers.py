@@ -91,8 +91,8 @@ def test_each_server_gets_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 def test_auto_takes_the_embedded_engine_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    assert choose_backend(settings_of()) == "embedded"
-    assert choose_backend(settings_of(python=Path("/sgl/bin/python"))) == "sglang"
+    assert choose_backend(settings_of().inference) == "embedded"
+    assert choose_backend(settings_of(python=Path("/sgl/bin/python")).inference) == "sglang"
 
 
 def fake_command(*flags: str, model_path: str = "/") -> ServerCommand:
@@ -108,7 +108,7 @@ def test_each_embedded_server_has_a_secret_of_its_own_which_no_command_line_show
     assert len(first.admin_key) >= 32
     assert first.admin_key != second.admin_key
     assert first.admin_key not in " ".join(first.on_port(1)) + repr(first)
-    assert first.whole_environment[VARIABLE] == first.admin_key
+    assert first.environment[VARIABLE] == first.admin_key
 
 
 @pytest.mark.parametrize("flags", [("--admin-api-key", "k1"), ("--admin-api-key=k0", "--admin-api-key=k1")])
@@ -118,12 +118,13 @@ def test_sglang_has_the_secret_that_its_flags_give_it(flags: tuple[str, ...]) ->
     )
 
     assert (without.admin_key, given.admin_key) == ("", "k1")
-    assert VARIABLE not in without.whole_environment
+    assert VARIABLE not in without.environment
 
 
 @pytest.mark.anyio
 async def test_started_server_gets_its_secret_and_so_does_who_administrates_it(tmp_path: Path) -> None:
-    command = replace(fake_command(), admin_key="secret")
+    fake = fake_command()
+    command = replace(fake, environment={**fake.environment, VARIABLE: "secret"}, admin_key="secret")
     process = ServerProcess(command, log_path=tmp_path / "server.log")
     async with make_client(max_connections=2) as http:
         api = ServerApi(http, "")
