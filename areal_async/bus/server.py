@@ -25,6 +25,7 @@ from areal_async.bus.connection import MIN_SERVER_VERSION
 from areal_async.bus.permissions import Role
 from areal_async.config.settings import MESSAGE_BYTES, Settings
 from areal_async.errors import BusError, UserError
+from areal_async.process.children import end_session
 from areal_async.process.file_locks import sign, try_lock
 from areal_async.process.host import LOOPBACK, check_address, free_port
 from areal_async.process.parent_death import guarded
@@ -227,7 +228,7 @@ class EmbeddedBroker:
             if num_looks == FROZEN_LOOKS:
                 free_bytes = shutil.disk_usage(self._directory).free
                 log.error("broker.frozen", free_bytes=free_bytes, last_words=self._last_words())
-        await _stop(process)
+        await end_session(process, grace_s=STOP_DEADLINE_S)
 
     async def _restart(self) -> None:
         try:
@@ -235,19 +236,18 @@ class EmbeddedBroker:
         except BusError as exc:  # counted as one more death
             log.warning("broker.restart_failed", error=str(exc))
             if self._process is not None:
-                await _stop(self._process)
+                await end_session(self._process, grace_s=STOP_DEADLINE_S)
         else:
             log.info("broker.restarted", url=self.url, pid=self.pid)
 
     async def aclose(self) -> None:
         """Stop the broker, gently first, and let the run directory go."""
-        with anyio.CancelScope(shield=True):
-            process, self._process = self._process, None
-            if process is not None:
-                await _stop(process)
-            if self._lock is not None:
-                self._lock.close()
-                self._lock = None
+        process, self._process = self._process, None
+        if process is not None:
+            await end_session(process, grace_s=STOP_DEADLINE_S)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     async def _spawn_on_free_ports(self) -> None:
         self._port = free_port(self._settings.bus.port, setting="bus.port", host=self._host)
@@ -303,18 +303,6 @@ class EmbeddedBroker:
     def _last_words(self) -> str:
         lines = read_tail(self._log_path, start_bytes=0, max_bytes=MAX_TAIL_BYTES).splitlines()
         return " | ".join(escaped(line) for line in lines[-5:] if line.strip()) or "none"
-
-
-async def _stop(process: anyio.abc.Process) -> None:
-    if process.returncode is None:
-        process.send_signal(signal.SIGCONT)
-        process.terminate()
-        with anyio.move_on_after(STOP_DEADLINE_S):
-            await process.wait()
-    if process.returncode is None:
-        process.kill()
-    await process.wait()
-    await process.aclose()
 
 
 async def _health(port: int) -> tuple[bytes, bytes]:

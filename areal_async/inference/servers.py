@@ -6,7 +6,6 @@ Invariant: it never outlives this process, and a start that fails says why in th
 import os
 import signal
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -17,6 +16,7 @@ from areal_async.errors import UserError
 from areal_async.inference.commands import ServerCommand
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi
+from areal_async.process.children import end_session
 from areal_async.process.host import free_port
 from areal_async.process.parent_death import guarded
 from areal_async.process.plain_text import escaped, read_tail
@@ -101,16 +101,8 @@ class ServerProcess:
 
     async def stop(self) -> None:
         """End it, gently first, with everything it started."""
-        if self._process is None:
-            return
-        with anyio.CancelScope(shield=True):
-            if self._returncode is None:
-                self._signal(signal.SIGTERM)
-                with anyio.move_on_after(STOP_DEADLINE_S):
-                    await self._process.wait()
-            self._signal(signal.SIGKILL)  # what it started may have outlived it
-            await self._process.wait()
-            await self._process.aclose()
+        if self._process is not None:
+            await end_session(self._process, grace_s=STOP_DEADLINE_S)
             self._process = None
 
     @property
@@ -144,7 +136,3 @@ class ServerProcess:
                 return True
             await anyio.sleep(POLL_S)
         return False
-
-    def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._pid, number)

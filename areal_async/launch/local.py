@@ -14,6 +14,7 @@ import anyio.abc
 from areal_async.errors import PipelineError
 from areal_async.launch.backend import ProcessSpec
 from areal_async.process import stacks
+from areal_async.process.children import signal_session
 from areal_async.process.host import LOOPBACK
 from areal_async.process.parent_death import guarded
 from areal_async.process.plain_text import escaped, read_tail
@@ -100,8 +101,7 @@ class LocalProcess(ChildProcess):
 
     def kill(self) -> None:
         if not self.has_ended:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            signal_session(self.pid, signal.SIGKILL)
 
     def ask_stacks(self) -> None:
         if not self.has_ended and self._num_asked < MAX_ASKED:
