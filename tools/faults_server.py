@@ -27,7 +27,7 @@ def running_server(directory: Path) -> Iterator[int]:
     config = settings.run_directory / "nats.conf"
     config.parent.mkdir(parents=True)
     port, http_port = free_port(), free_port()
-    write_config(settings, path=config, port=port, http_port=http_port, pid_file=config.with_name("nats.pid"))
+    write_config(settings, path=config, port=port, http_port=http_port)
     without_keys = json.loads(config.read_text())
     del without_keys["accounts"]
     config.write_text(json.dumps(without_keys))

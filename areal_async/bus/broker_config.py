@@ -15,6 +15,7 @@ from areal_async.config.settings import MAX_PAYLOAD_BYTES, Settings
 from areal_async.errors import UserError
 from areal_async.process.host import LOOPBACK
 
+CONFIG_FILE, PID_FILE = "nats.conf", "nats.pid"
 MAX_PENDING_BYTES = 128 << 20
 """A client that leaves more than this unread is cut off; well above what is fetched at once."""
 UNNAMED_ACCOUNT = "$G"
@@ -42,14 +43,7 @@ def credentials_for(settings: Settings, run_directory: Path, role: Role) -> Path
 
 
 def write_config(
-    settings: Settings,
-    *,
-    path: Path,
-    port: int,
-    http_port: int,
-    pid_file: Path,
-    log_file: Path | None = None,
-    host: str = LOOPBACK,
+    settings: Settings, *, path: Path, port: int, http_port: int, log_file: Path | None = None, host: str = LOOPBACK
 ) -> None:
     """Write the configuration; JSON is a form that the broker reads. Its monitoring page is for this host alone.
 
@@ -63,7 +57,7 @@ def write_config(
         "server_name": f"areal-{settings.run.name}",
         "listen": f"{host}:{port}",
         "http": f"{LOOPBACK}:{http_port}",
-        "pid_file": str(pid_file),
+        "pid_file": str(path.with_name(PID_FILE)),
         **({"log_file": str(log_file)} if log_file is not None else {}),
         "max_payload": MAX_PAYLOAD_BYTES,
         "max_pending": MAX_PENDING_BYTES,

@@ -20,7 +20,7 @@ import anyio
 import anyio.abc
 import structlog
 
-from areal_async.bus.broker_config import credentials_path, write_config
+from areal_async.bus.broker_config import CONFIG_FILE, PID_FILE, credentials_path, write_config
 from areal_async.bus.connection import MIN_SERVER_VERSION
 from areal_async.bus.permissions import Role
 from areal_async.config.settings import MESSAGE_BYTES, Settings
@@ -113,8 +113,7 @@ class EmbeddedBroker:
         self._on_change = on_change
         self._num_starts = 0
         self._directory = settings.run_directory.absolute() / "bus"
-        self._config_path = self._directory / "nats.conf"
-        self._pid_file = self._directory / "nats.pid"
+        self._config_path = self._directory / CONFIG_FILE
         self._log_path = settings.run_directory.absolute() / "logs" / "nats.log"
         self._binary = Path()
         self._port = 0
@@ -161,7 +160,7 @@ class EmbeddedBroker:
         self._lock = _take_lock(self._directory / "lock", self._settings.run.name)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.aclose)
-            await _stop_stale(self._pid_file, self._config_path)
+            await _stop_stale(self._directory)
             for num_left in reversed(range(NUM_STARTS)):
                 try:
                     await self._spawn_on_free_ports()
@@ -258,7 +257,6 @@ class EmbeddedBroker:
             host=self._host,
             port=self._port,
             http_port=self._http_port,
-            pid_file=self._pid_file,
             log_file=self._log_path,
         )
         await self._spawn()
@@ -331,11 +329,11 @@ def _take_lock(path: Path, run: str) -> IO[str]:
     return lock
 
 
-async def _stop_stale(pid_file: Path, config_path: Path) -> None:
+async def _stop_stale(directory: Path) -> None:
     """Stop a broker that outlived the launcher of an earlier, killed run: two must never share a store."""
-    pid = _read_pid(pid_file)
+    pid = stale_broker_pid(directory)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if pid is None or not _runs_our_config(pid, config_path):
+        if pid is None or not _serves(pid, directory):
             return
         log.warning("broker.stale_stopped", pid=pid, signal=number.name)
         try:
@@ -346,7 +344,7 @@ async def _stop_stale(pid_file: Path, config_path: Path) -> None:
         except PermissionError as exc:
             raise UserError(f"embedded broker: process {pid} of an earlier run belongs to another user") from exc
         for _ in range(int(STOP_DEADLINE_S / STALE_LOOK_S)):
-            if not _runs_our_config(pid, config_path):
+            if not _serves(pid, directory):  # the file with its number goes before it does
                 return
             await anyio.sleep(STALE_LOOK_S)
     raise UserError(f"embedded broker: process {pid} of an earlier run does not end; end it")
@@ -354,18 +352,14 @@ async def _stop_stale(pid_file: Path, config_path: Path) -> None:
 
 def stale_broker_pid(directory: Path) -> int | None:
     """Return the process of a broker that still has the store in ``directory`` open; None when there is none."""
-    pid = _read_pid(directory / "nats.pid")
-    return pid if pid is not None and _runs_our_config(pid, directory.absolute() / "nats.conf") else None
-
-
-def _read_pid(path: Path) -> int | None:
     try:
-        return int(path.read_text())
+        pid = int((directory / PID_FILE).read_text())
     except (OSError, ValueError):
         return None
+    return pid if _serves(pid, directory) else None
 
 
-def _runs_our_config(pid: int, config_path: Path) -> bool:
+def _serves(pid: int, directory: Path) -> bool:
     """Whether the process is a broker of this very run, not some later owner of its number."""
     if sys.platform == "linux":
         try:
@@ -375,4 +369,4 @@ def _runs_our_config(pid: int, config_path: Path) -> bool:
     else:
         ps = ["ps", "-o", "command=", "-p", str(pid)]
         command = subprocess.run(ps, capture_output=True, text=True, timeout=10, check=False).stdout
-    return "nats-server" in command and str(config_path) in command
+    return "nats-server" in command and str(directory.absolute() / CONFIG_FILE) in command
