@@ -17,6 +17,7 @@ import structlog
 from areal_async.bus.api import TRY_DEADLINE_S, JetStreamApi, MissingError
 from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, Received
 from areal_async.errors import ConsumerGoneError
+from areal_async.process.bell import Bell
 
 PULL_S = 1.5
 """A waiting pull lives this long: a restarted broker has forgotten it, and it is asked again."""
@@ -130,7 +131,7 @@ class Inbox:
         self._num_pulls = 0
         self._arrived: deque[Delivery] = deque()
         self._status: Received | None = None
-        self._changed = anyio.Event()
+        self._changed = Bell()
         self._held = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -138,8 +139,8 @@ class Inbox:
         await self._api.wait_connected(self._api.retry(f"subscription for {self._consumer}"))
         self._held.push_async_callback(self._give_back)
         await self._held.enter_async_context(connection.listening(f"{self._prefix}.*", self._on_received))
-        connection.on_reconnect.append(self._changed_now)
-        self._held.callback(connection.on_reconnect.remove, self._changed_now)
+        connection.on_reconnect.append(self._changed.ring)
+        self._held.callback(connection.on_reconnect.remove, self._changed.ring)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -196,7 +197,6 @@ class Inbox:
             except ConnectionLostError:
                 return
             while len(self._arrived) < num_wanted and self._status is None and connection.num_losses == num_losses:
-                self._changed = anyio.Event()
                 await self._changed.wait()
         connection.check_allowed("publish", self._subject)
         await self._check_status()
@@ -224,10 +224,7 @@ class Inbox:
             self._arrived.append(Delivery(connection, received, connection.num_losses))
         elif received.subject == f"{self._prefix}.{self._num_pulls}" and received.status != "100":
             self._status = received
-        self._changed_now()
-
-    def _changed_now(self) -> None:
-        self._changed.set()
+        self._changed.ring()
 
 
 async def settle(connection: Connection, deliveries: Sequence[Delivery]) -> list[Delivery]:

@@ -24,6 +24,7 @@ from areal_async.bus.log import POLL_S, Follow, Message, StreamReader
 from areal_async.bus.permissions import Role
 from areal_async.bus.sweep import Sweep
 from areal_async.errors import BusError, StreamFullError, WireError
+from areal_async.process.bell import Bell
 from areal_async.protocol import wire
 from areal_async.protocol.events import Event
 from areal_async.protocol.subjects import Names
@@ -57,12 +58,11 @@ class Subscription(AsyncIterator[tuple[str, bytes]]):
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._unread: deque[tuple[str, bytes]] = deque(maxlen=MAX_UNREAD)
-        self._arrived = anyio.Event()
+        self._arrived = Bell()
 
     async def __anext__(self) -> tuple[str, bytes]:
         while not self._unread:
             self._connection.check_open()
-            self._arrived = anyio.Event()
             with anyio.move_on_after(POLL_S):
                 await self._arrived.wait()
         return self._unread.popleft()
@@ -70,7 +70,7 @@ class Subscription(AsyncIterator[tuple[str, bytes]]):
     def on_received(self, received: Received) -> None:
         """Take a message in."""
         self._unread.append((received.subject, received.data))
-        self._arrived.set()
+        self._arrived.ring()
 
 
 class Bus(Keys):

@@ -6,7 +6,7 @@ subject) and, should the bell be missed, by asking every ``POLL_S``.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -17,6 +17,7 @@ from areal_async.bus.api import TRY_DEADLINE_S, WRONG_LAST_SEQUENCE, ApiError, J
 from areal_async.bus.client import FORWARDED
 from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, Received
 from areal_async.errors import BusError, ConflictError
+from areal_async.process.bell import Bell
 
 BATCH_MESSAGES = 512
 BATCH_BYTES = 8 << 20
@@ -46,32 +47,13 @@ class Message(NamedTuple):
         return FORWARDED in self.headers
 
 
-class Bell:
-    """Counts the messages that pass by on one subject. One per subject and bus, for the life of the bus."""
-
-    def __init__(self) -> None:
-        self.num_rings = 0
-        self._rung = anyio.Event()
-
-    def ring(self) -> None:
-        """Wake all who wait."""
-        self.num_rings += 1
-        self._rung.set()
-        self._rung = anyio.Event()
-
-    async def wait(self, num_seen: int, deadline_s: float) -> None:
-        """Return when it has rung more than ``num_seen`` times, or after ``deadline_s``."""
-        if self.num_rings == num_seen:
-            with anyio.move_on_after(deadline_s):
-                await self._rung.wait()
-
-
 class StreamReader(JetStreamApi):
     """JetStream's requests over one connection, the direct gets of stored messages among them."""
 
     def __init__(self, connection: Connection, operation_deadline_s: float) -> None:
         super().__init__(connection, operation_deadline_s)
         self._bells: dict[str, Bell] = {}
+        """One for each subject, for the life of the bus: it counts the messages that pass by there."""
 
     async def bell(self, subject: str) -> Bell:
         """Return the bell of a subject; it also rings whenever the connection is back."""
@@ -206,7 +188,8 @@ class Attention:
     async def wait(self) -> None:
         """Return when it is worth looking again. Waits at most ``poll_s``."""
         assert self._bell is not None
-        await self._bell.wait(self._num_seen, self._look_s)
+        with anyio.move_on_after(self._look_s):
+            await self._bell.wait(self._num_seen)
         if self._bell.num_rings != self._num_seen:
             self._num_seen = self._bell.num_rings
             self._look_s = FIRST_LOOK_S
@@ -214,7 +197,7 @@ class Attention:
             self._look_s = min(self._poll_s, 2 * self._look_s)
 
 
-class Follow:
+class Follow(AsyncIterator[Message]):
     """The messages of a subject from a sequence on: those stored, then each new one. An async iterator, endless.
 
     It holds nothing that must be closed, and may be left at any time.
@@ -227,9 +210,6 @@ class Follow:
         self._next_sequence = start_sequence
         self._ready: deque[Message] = deque()
         self._attention = Attention(api, subject)
-
-    def __aiter__(self) -> "Follow":
-        return self
 
     async def __anext__(self) -> Message:
         while not self._ready:
