@@ -5,6 +5,7 @@ far as it makes them otherwise. What it says otherwise than the record holds, wh
 it repeats the record, as the same command does, the operator's change holds.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import anyio
@@ -146,20 +147,14 @@ async def _replayed(bus: Bus, *, after_step: int) -> str:
 
 async def resume_point(bus: Bus, directory: RunDirectory) -> int:
     """Return the step that the next start goes on from; of a broker that does not answer, as the files have it."""
-    with anyio.move_on_after(LAST_WORDS_S, shield=True):
-        try:
-            record, _ = await bus.get(CHECKPOINT, CheckpointRecord)
-        except BusError:
-            return directory.checkpointed_step
+    with anyio.move_on_after(LAST_WORDS_S, shield=True), suppress(BusError):
+        record, _ = await bus.get(CHECKPOINT, CheckpointRecord)
         return Version.parse(record.version).step if record is not None else 0
     return directory.checkpointed_step
 
 
 async def has_tickets(bus: Bus) -> bool:
     """Say whether a prompt was ever admitted; of a broker that does not answer, that one may have been."""
-    with anyio.move_on_after(LAST_WORDS_S, shield=True):
-        try:
-            return (await bus.stream_state(bus.names.tickets_stream)).last_sequence > 0
-        except BusError:
-            return True
+    with anyio.move_on_after(LAST_WORDS_S, shield=True), suppress(BusError):
+        return (await bus.stream_state(bus.names.tickets_stream)).last_sequence > 0
     return True
