@@ -13,7 +13,7 @@ when the broker refuses, it raises ``BusError``.
 from areal_async.bus.broker_config import credentials_for, credentials_path
 from areal_async.bus.connection import connect
 from areal_async.bus.inbox import Delivery, Inbox
-from areal_async.bus.inspection import OTHERS_S, HeldError, copied_broker, is_locked
+from areal_async.bus.inspection import HeldError, copied_broker
 from areal_async.bus.jetstream import Bus, StreamState, open_bus
 from areal_async.bus.log import Message
 from areal_async.bus.permissions import Role
@@ -32,7 +32,6 @@ from areal_async.bus.streams import declare, delete_run, forget_nodes, list_runs
 from areal_async.bus.sweep import Sweep
 
 __all__ = [
-    "OTHERS_S",
     "Bus",
     "Delivery",
     "EmbeddedBroker",
@@ -55,7 +54,6 @@ __all__ = [
     "forget_nodes",
     "gather_reports",
     "hearing_reports",
-    "is_locked",
     "json_object",
     "list_runs",
     "open_bus",

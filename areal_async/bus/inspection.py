@@ -7,9 +7,10 @@ a stream on which it hangs is tried without its index, which has the broker veri
 one that it gives up: a power cut may leave its metadata empty. What is left out is absent, and what it held is lost.
 """
 
+import functools
 import re
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -65,7 +66,8 @@ async def copied_broker(settings: Settings, run_directory: Path) -> AsyncIterato
                 "bus": settings.bus.model_copy(update={"url": "embedded", "port": 0, "http_port": 0}),
             }
         )
-        await _copy_after_others(run_directory / "bus", copy.run_directory / "bus")
+        places = run_directory / "bus", copy.run_directory / "bus"
+        await after_others(functools.partial(anyio.to_thread.run_sync, _copy_store, *places))
         served = await _serve(copy)
         try:
             yield served
@@ -118,11 +120,16 @@ def _damaged_streams(run_directory: Path) -> tuple[list[Path], list[Path]]:
     )
 
 
-async def _copy_after_others(bus: Path, to: Path) -> None:
+async def after_others(attempt: Callable[[], Awaitable[None]]) -> None:
+    """Try until nobody else looks into a run.
+
+    Raises:
+        VisitedError: others do for longer than ``OTHERS_S``.
+    """
     ends_at_s = anyio.current_time() + OTHERS_S
     while True:
         try:
-            return await anyio.to_thread.run_sync(_copy_store, bus, to)
+            return await attempt()
         except VisitedError:
             if anyio.current_time() > ends_at_s:
                 raise

@@ -10,10 +10,8 @@ import anyio
 
 import areal_async
 from areal_async.bus import (
-    OTHERS_S,
     Bus,
     EmbeddedBroker,
-    HeldError,
     Role,
     credentials_for,
     declare,
@@ -22,6 +20,7 @@ from areal_async.bus import (
     list_runs,
     open_bus,
 )
+from areal_async.bus.inspection import after_others
 from areal_async.config.resumed import EMBEDDED as EMBEDDED
 from areal_async.config.settings import Settings
 from areal_async.errors import BusError, FencedError, PipelineError, UnreachableError, UserError, leaves_of
@@ -206,7 +205,7 @@ async def visit(
 
     Raises:
         UserError: the run was never started, or its store has lost a part.
-        HeldError: others look into it for longer than ``OTHERS_S``.
+        VisitedError: others look into it for long.
         UnreachableError: its broker does not answer.
     """
     name = read_settings_of(directory).run.name
@@ -235,20 +234,13 @@ async def hold(stack: ExitStack | AsyncExitStack, directory: RunDirectory, name:
 
     Raises:
         LiveError: a launcher has it.
-        HeldError: others look into it for longer than ``OTHERS_S``.
+        VisitedError: others look into it for long.
     """
-    ends_at_s = anyio.current_time() + OTHERS_S
-    while True:
-        try:
-            stack.enter_context(directory.locked(name, is_visit=is_visit))
-        except LiveError:
-            raise
-        except HeldError:
-            if anyio.current_time() > ends_at_s:
-                raise
-        else:
-            return
-        await anyio.sleep(POLL_S)
+
+    async def enter() -> None:
+        stack.enter_context(directory.locked(name, is_visit=is_visit))
+
+    await after_others(enter)
 
 
 def read_settings_of(directory: RunDirectory) -> Settings:

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import yaml
 
-from areal_async.bus import HeldError, is_locked
+from areal_async.bus.inspection import HeldError, VisitedError, is_locked
 from areal_async.config.settings import RunSettings, Settings
 from areal_async.config.sources import dump_settings, load_settings
 from areal_async.config.strict_yaml import NOT_YAML
@@ -102,7 +102,7 @@ class RunDirectory:
 
         Raises:
             LiveError: a launcher holds it.
-            HeldError: another process looks into it, or is asking at this moment whether it lives.
+            VisitedError: another process looks into it, or is asking at this moment whether it lives.
             UserError: it cannot be made, or not be written.
         """
         with ExitStack() as held:
@@ -117,20 +117,20 @@ class RunDirectory:
             if not try_lock(lock):
                 raise self._error_of_holder(name)
             if not _is_at(lock, self.lock):
-                raise HeldError(f"run {name}: another process has taken its directory away; try again")
+                raise VisitedError(f"run {name}: another process has taken its directory away; try again")
             sign(lock)
             if not is_visit:
                 launcher = held.enter_context(open(self.launcher_lock, "a+"))
                 sign(launcher)  # before it is locked: who finds it so reads whose it is
                 if not try_lock(launcher):
-                    raise HeldError(f"run {name}: another process looks at it; try again")
+                    raise VisitedError(f"run {name}: another process looks at it; try again")
             yield
 
     def _error_of_holder(self, name: str) -> HeldError:
         if self.is_live:
             pid = self.launcher_lock.read_text() or "unknown"
             return LiveError(f"run {name}: already running in process {pid}; stop it, or choose another --run.name")
-        return HeldError(
+        return VisitedError(
             f"run {name}: process {self.lock.read_text() or 'unknown'} looks into it; try again when it has ended"
         )
 

@@ -226,7 +226,7 @@ async def test_a_run_that_the_broker_does_not_know_is_told_with_those_that_it_ha
 
 
 async def test_one_who_looks_for_too_long_is_named(stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal_async.launch.run.OTHERS_S", 0.0)
+    monkeypatch.setattr("areal_async.bus.inspection.OTHERS_S", 0.0)
 
     with stopped.locked("test", is_visit=True), pytest.raises(HeldError, match="looks into it; try again when it has"):
         async with visit(stopped):
