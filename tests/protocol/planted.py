@@ -14,6 +14,7 @@ import pytest
 
 from areal_async.bus import take_trainer_consumer
 from areal_async.bus.sweep import settled_prefix
+from areal_async.config.settings import RolloutSettings
 from areal_async.controller import admission
 from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.curriculum import Curriculum
@@ -118,16 +119,16 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @_planted("a cut goes without the due groups that are incomplete")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def plan(groups: Iterable[OpenGroup], **rules: Any) -> CutPlan:
-        return replace(plan_cut(groups, **rules), waits_for=[])
+    def plan(groups: Iterable[OpenGroup], rollout: RolloutSettings, *, age: SpanAge) -> CutPlan:
+        return replace(plan_cut(groups, rollout, age=age), waits_for=[])
 
     patch.setattr(planner, "plan_cut", plan)
 
 
 @_planted("a cut takes groups over the bound")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def plan(groups: Iterable[OpenGroup], *, max_staleness: int, **rules: Any) -> CutPlan:
-        return plan_cut(groups, max_staleness=max_staleness + 1, **rules)
+    def plan(groups: Iterable[OpenGroup], rollout: RolloutSettings, *, age: SpanAge) -> CutPlan:
+        return plan_cut(groups, rollout.model_copy(update={"max_staleness": rollout.max_staleness + 1}), age=age)
 
     patch.setattr(planner, "plan_cut", plan)
 

@@ -68,7 +68,7 @@ class TrainerModel:
             self._read(entry)
             if entry.sequence == begin:
                 break
-        self.planner = BatchPlanner(self.world.config.cut_rules, self.journal, lineage=self.number)
+        self.planner = BatchPlanner(self.world.config.settings, self.journal, lineage=self.number)
         self.planner.is_stopping = self.wants_stop
         self.process.spawn(self._run_journal())
         await self._restore()

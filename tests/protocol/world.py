@@ -11,11 +11,11 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from areal_async.config.settings import Settings
 from areal_async.errors import BusError, FencedError
 from areal_async.protocol.staleness import max_groups_in_flight
 from areal_async.protocol.subjects import RUN_STATE
 from areal_async.protocol.types import WeightsVersion
-from areal_async.trainer.batch.cut import CutRules
 from tests.protocol.broker import NAMES, Broker, ModelBus, Pause
 from tests.protocol.oracle import Content, Oracle
 
@@ -69,17 +69,13 @@ class Config(NamedTuple):
         return max_groups_in_flight(max_staleness=self.max_staleness, batch_groups=self.batch_groups)
 
     @property
-    def cut_rules(self) -> CutRules:
-        return CutRules(
-            last_step=self.steps,
-            seed=1,
-            batch_groups=self.batch_groups,
-            min_group_size=self.min_group_size,
-            max_staleness=self.max_staleness,
-            when_stale=self.when_stale,  # type: ignore[arg-type]
-            group_deadline_s=10.0,
-            max_attempts=self.max_attempts,
-        )
+    def settings(self) -> Settings:
+        """What a trainer is told of it."""
+        of_rollout = (
+            "group_size", "min_group_size", "batch_groups", "max_staleness", "when_stale", "max_attempts",
+        )  # fmt: skip
+        rollout = {name: getattr(self, name) for name in of_rollout}
+        return Settings.model_validate({"run": {"steps": self.steps}, "rollout": rollout})
 
 
 def any_config(rng: random.Random) -> Config:
@@ -290,5 +286,5 @@ class World:
 
     def tick(self) -> None:
         """Let the deadline of every group that is waited for pass."""
-        self.now += self.config.cut_rules.group_deadline_s + 1
+        self.now += self.config.settings.rollout.group_deadline_s + 1
         self.touch()

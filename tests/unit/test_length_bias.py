@@ -12,6 +12,7 @@ from typing import Literal
 
 import pytest
 
+from areal_async.config.settings import Settings
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.admission import next_admission
 from areal_async.controller.sampler import Sampler
@@ -30,7 +31,7 @@ from areal_async.protocol.types import (
     Version,
     mean,
 )
-from areal_async.trainer.batch.cut import CutRules, RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.cut import RetryLater, Settle, StreamRoom, Write
 from areal_async.trainer.batch.planner import BatchPlanner
 
 NUM_PROMPTS = 5000
@@ -53,11 +54,12 @@ class World:
         self._accounts = Accounts(max_groups_in_flight=in_flight)
         self._accounts.add_cut(Cut(kind=CutKind.BEGIN, lineage=1, step=0), sequence=1)
         self._sampler = Sampler(NUM_PROMPTS, seed=seed)
-        rules = CutRules(
-            last_step=NUM_STEPS, seed=seed, batch_groups=BATCH_GROUPS, min_group_size=1, max_staleness=MAX_STALENESS,
-            when_stale=when_stale, group_deadline_s=1e9, max_attempts=3,
-        )  # fmt: skip
-        self._planner: BatchPlanner[int] = BatchPlanner(rules, Journal(), lineage=1)
+        rollout = {
+            "batch_groups": BATCH_GROUPS, "min_group_size": 1, "max_staleness": MAX_STALENESS,
+            "when_stale": when_stale, "episode_deadline_s": 1e9,
+        }  # fmt: skip
+        settings = Settings.model_validate({"run": {"steps": NUM_STEPS, "seed": seed}, "rollout": rollout})
+        self._planner: BatchPlanner[int] = BatchPlanner(settings, Journal(), lineage=1)
         self._events: list[tuple[float, int, str, Ticket | None, int]] = []
         self._num_events = 0
         self._now = 0.0

@@ -1,12 +1,11 @@
-"""What a batch is cut out of: open groups with the slots that are stored, the rules, and what may be decided of them.
+"""What a batch is cut out of: open groups with the slots that are stored, and what may be decided of them.
 
 Pure; the ``planner`` decides.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal, NamedTuple
 
 from areal_async.algorithms.credit import has_differing_replies, sibling_of
 from areal_async.protocol.staleness import age_at
@@ -88,41 +87,6 @@ class OpenGroup:
             slots=self.scored,
             num_failed_attempts=self.num_failed_attempts,
         )
-
-
-class GroupRules(NamedTuple):
-    """The settings that decide about one task's groups."""
-
-    min_group_size: int
-    group_deadline_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CutRules:
-    """The settings that decide about cuts and about the groups in them."""
-
-    last_step: int
-    seed: int
-    batch_groups: int
-    min_group_size: int
-    max_staleness: int
-    when_stale: Literal["wait", "mask", "drop"]
-    group_deadline_s: float
-    """Seconds for which a due group is waited for."""
-    max_attempts: int
-    """Failed attempts at a prompt, of which the last is recorded ``dead``."""
-    lr: float = 0.0
-    """Learning rate of the next steps, as a cut says it."""
-    numbers: Mapping[str, float | None] = field(default_factory=dict)
-    """Other settings that may change in a run, by name, as a cut says them."""
-    filters_equal_groups: bool = False
-    """Whether groups whose rewards are all equal are left untrained."""
-    of_task: Mapping[str, GroupRules] = field(default_factory=dict)
-    """Workflow -> what is otherwise for its groups."""
-
-    def of(self, group: OpenGroup) -> GroupRules:
-        """Return what decides about a group."""
-        return self.of_task.get(group.workflow) or GroupRules(self.min_group_size, self.group_deadline_s)
 
 
 class StreamRoom(IntEnum):

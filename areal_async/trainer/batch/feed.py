@@ -18,7 +18,7 @@ import anyio.abc
 import structlog
 
 from areal_async.bus import Bus, Delivery, Message
-from areal_async.config.live import settings_now, step_numbers
+from areal_async.config.live import settings_now
 from areal_async.config.settings import Settings
 from areal_async.errors import StreamFullError, WireError
 from areal_async.process.failpoints import failpoint
@@ -29,7 +29,7 @@ from areal_async.protocol.subjects import CHANGES
 from areal_async.protocol.types import Cut, GroupId, Outcome, OutcomeKind, StoredMessage, Ticket, Version
 from areal_async.protocol.wire import decode_headers
 from areal_async.telemetry import spans, wait_graph
-from areal_async.trainer.batch.cut import CutRules, GroupRules, RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.cut import RetryLater, Settle, StreamRoom, Write
 from areal_async.trainer.batch.limits import TrainingLimits
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.planner import BatchPlanner
@@ -48,10 +48,8 @@ class BatchFeed:
         """``journal``: read through the entry that begins the lineage."""
         self._bus = bus
         self._settings = settings
-        self.now = settings
-        """The settings with what operators have changed."""
         self._lineage = lineage
-        self.planner: BatchPlanner[Delivery] = BatchPlanner(_cut_rules(settings), journal, lineage=lineage.number)
+        self.planner: BatchPlanner[Delivery] = BatchPlanner(settings, journal, lineage=lineage.number)
         self._sweep = bus.sweep(bus.names.trajectories_stream, is_newest=lineage.is_newest)
         self._limits = TrainingLimits(settings)
         self._caught_up = {"inbox": anyio.Event(), "tickets": anyio.Event()}
@@ -59,6 +57,11 @@ class BatchFeed:
         self.waits_for = "the first trajectories"
 
     # what the trainer asks for
+
+    @property
+    def now(self) -> Settings:
+        """The settings with what operators have changed."""
+        return self.planner.settings
 
     def allow(self, step: int) -> None:
         """Let the planner cut up to ``step``."""
@@ -128,8 +131,7 @@ class BatchFeed:
             self._change(changes)
 
     def _change(self, changes: Changes) -> None:
-        self.now = settings_now(self._settings, changes)
-        self.planner.rules = _cut_rules(self.now)
+        self.planner.settings = settings_now(self._settings, changes)
         self.notify()
 
     async def run_tickets(self) -> None:
@@ -261,28 +263,6 @@ async def fail_group(bus: Bus, settings: Settings, cut: Cut, group_id: str, *, r
     Its messages stay, as in a crash.
     """
     journal = Journal(cuts={cut.step: cut})
-    planner: BatchPlanner[Delivery] = BatchPlanner(_cut_rules(settings), journal, lineage=lineage)
+    planner: BatchPlanner[Delivery] = BatchPlanner(settings, journal, lineage=lineage)
     for outcome in planner.of_untrained([group_id], OutcomeKind.FAILED, reason=reason, step=cut.step):
         await store_outcome(bus, outcome)
-
-
-def _cut_rules(settings: Settings) -> CutRules:
-    """Return what the settings say of cuts."""
-    rollout = settings.rollout
-    return CutRules(
-        last_step=settings.run.steps,
-        seed=settings.run.seed,
-        batch_groups=rollout.batch_groups,
-        min_group_size=rollout.min_group_size,
-        max_staleness=rollout.max_staleness,
-        lr=settings.trainer.lr,
-        numbers=step_numbers(settings),
-        when_stale=rollout.when_stale,
-        group_deadline_s=rollout.group_deadline_s,
-        max_attempts=rollout.max_attempts,
-        filters_equal_groups=settings.algorithm.filter_equal_groups,
-        of_task={
-            task.name: GroupRules(own.min_group_size, own.group_deadline_s)
-            for task, own in ((task, settings.rollout_of(task.name)) for task in settings.tasks)
-        },
-    )

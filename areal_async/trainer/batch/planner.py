@@ -14,8 +14,10 @@ what is late of a group, however long ago it ended.
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal
+from typing import Generic
 
+from areal_async.config.live import step_numbers
+from areal_async.config.settings import RolloutSettings, Settings
 from areal_async.errors import FencedError
 from areal_async.protocol.id_sets import GroupIds
 from areal_async.protocol.journal import Journal
@@ -33,7 +35,7 @@ from areal_async.protocol.types import (
     mean,
 )
 from areal_async.telemetry import wait_graph
-from areal_async.trainer.batch.cut import CutRules, Decision, OpenGroup, RetryLater, Settle, SpanAge, StreamRoom, Write
+from areal_async.trainer.batch.cut import Decision, OpenGroup, RetryLater, Settle, SpanAge, StreamRoom, Write
 from areal_async.trainer.batch.messages import D, UnackedMessages
 
 OVER_AGE = "older than max_staleness"
@@ -63,10 +65,10 @@ class CutPlan:
 class BatchPlanner(Generic[D]):
     """The groups of one lineage, from their tickets to the acks, and the next entry of its journal."""
 
-    def __init__(self, rules: CutRules, journal: Journal, *, lineage: int) -> None:
+    def __init__(self, settings: Settings, journal: Journal, *, lineage: int) -> None:
         """Begin from a journal: groups that it has cut, given up or ended are not cut again."""
-        self.rules = rules
-        """Rules of the next cut, which may change in a run. Groups too old for a lower bound are tried again."""
+        self.settings = settings
+        """Of the next cut: some may change in a run. Groups too old for a lower bound are tried again."""
         self.lineage = lineage
         self.step = 1
         """The next step to be cut."""
@@ -193,23 +195,16 @@ class BatchPlanner(Generic[D]):
         Raises:
             FencedError: what is stored was sampled with the weights of a newer lineage.
         """
-        rules = self.rules
         if left := [group.group_id for group in self._without_end if group.group_id not in self._recorded]:
             return Settle(left, OutcomeKind.ABANDONED, "its cut was given up")
-        if self.is_stopping or self.step > rules.last_step:
+        if self.is_stopping or self.step > self.settings.run.steps:
             return Write(Cut(kind=CutKind.END, lineage=self.lineage, step=self.step))
         if self.step > self._allowed_step:
             return RetryLater(f"step {self._allowed_step} to be trained, before cutting step {self.step}")
         unfit = self._first_unfit()
         if unfit is not None:
             return unfit
-        plan = plan_cut(
-            self.open.values(),
-            age=self._age(self._branches),
-            batch_groups=rules.batch_groups,
-            max_staleness=rules.max_staleness,
-            when_stale=rules.when_stale,
-        )
+        plan = plan_cut(self.open.values(), self.settings.rollout, age=self._age(self._branches))
         if plan.stale:
             return self._too_old(plan.stale)
         if room is not StreamRoom.AMPLE and self.unacked_cuts and self._asked_step < self.step:
@@ -300,7 +295,7 @@ class BatchPlanner(Generic[D]):
         scored = group.scored if isinstance(group, OpenGroup) and kind in NOT_TRAINED else []
         if kind is OutcomeKind.FAILED:
             num_failed += 1
-            if num_failed >= self.rules.max_attempts:
+            if num_failed >= self.settings.rollout.max_attempts:
                 kind = OutcomeKind.DEAD
         return Outcome(
             group_id=group_id,
@@ -338,7 +333,8 @@ class BatchPlanner(Generic[D]):
                     reason = f"its tokens are of a version that step {self.step} comes before"
                     return Settle([group.group_id], OutcomeKind.ABANDONED, reason)
                 verdict = group.verdict(
-                    min_group_size=self.rules.of(group).min_group_size, filters_equal=self.rules.filters_equal_groups
+                    min_group_size=self.settings.rollout_of(group.workflow).min_group_size,
+                    filters_equal=self.settings.algorithm.filter_equal_groups,
                 )
                 if verdict is not None:
                     return Settle([group.group_id], *verdict)
@@ -351,27 +347,27 @@ class BatchPlanner(Generic[D]):
 
         Under ``wait`` a group gets there by a mishap alone, as by a branch, or when another fell out of its cut.
         """
-        age = self._age({})
+        age, rollout = self._age({}), self.settings.rollout
         by_mishap = [
             group.group_id
             for group in groups
-            if self.rules.when_stale == "wait" or group.oldest_age(age) <= self.rules.max_staleness
+            if rollout.when_stale == "wait" or group.oldest_age(age) <= rollout.max_staleness
         ]
         if by_mishap:
             return Settle(by_mishap, OutcomeKind.ABANDONED, OVER_AGE)
         return Settle([group.group_id for group in groups], OutcomeKind.STALE, OVER_AGE)
 
     def _cut(self, plan: CutPlan) -> Cut:
-        rules = self.rules
+        settings = self.settings
         return Cut(
             lineage=self.lineage,
             step=self.step,
             groups=[group.as_cut_group() for group in plan.taken],
-            seed=(rules.seed << 32) + self.step,
-            max_staleness=rules.max_staleness,
-            lr=rules.lr,
-            numbers=dict(rules.numbers),
-            masks_stale=rules.when_stale == "mask",
+            seed=(settings.run.seed << 32) + self.step,
+            max_staleness=settings.rollout.max_staleness,
+            lr=settings.trainer.lr,
+            numbers=step_numbers(settings),
+            masks_stale=settings.rollout.when_stale == "mask",
             branches=dict(self._branches),
         )
 
@@ -399,7 +395,9 @@ class BatchPlanner(Generic[D]):
         return RetryLater(_describe(self.step, plan), on or (wait_graph.ADMISSION,))
 
     def _overdue(self, plan: CutPlan, now: float) -> Settle | None:
-        deadlines = {group.group_id: self.rules.of(group).group_deadline_s for group in plan.waits_for}
+        deadlines = {
+            group.group_id: self.settings.rollout_of(group.workflow).group_deadline_s for group in plan.waits_for
+        }
         self._waiting_since = {group_id: self._waiting_since.get(group_id, now) for group_id in deadlines}
         waited = {group_id: now - since for group_id, since in self._waiting_since.items()}
         overdue = {group_id: deadlines[group_id] for group_id, wait_s in waited.items() if wait_s > deadlines[group_id]}
@@ -410,14 +408,7 @@ class BatchPlanner(Generic[D]):
         return Settle(sorted(name for name in overdue if overdue[name] == deadline_s), OutcomeKind.FAILED, reason)
 
 
-def plan_cut(
-    groups: Iterable[OpenGroup],
-    *,
-    age: SpanAge,
-    batch_groups: int,
-    max_staleness: int,
-    when_stale: Literal["wait", "mask", "drop"],
-) -> CutPlan:
+def plan_cut(groups: Iterable[OpenGroup], rollout: RolloutSettings, *, age: SpanAge) -> CutPlan:
     """Choose the batch of one step.
 
     A group is *due* in the last step that its oldest version allows. Under ``when_stale: wait`` every due group goes
@@ -428,6 +419,7 @@ def plan_cut(
         groups: open groups; complete ones must be able to train (``verdict`` is None).
         age: in the step that will use the batch.
     """
+    max_staleness, when_stale = rollout.max_staleness, rollout.when_stale
     stale, due, others, waits_for = [], [], [], []
     for group in groups:
         oldest_age = group.oldest_age(age)
@@ -441,9 +433,9 @@ def plan_cut(
         else:
             others.append((-oldest_age, group.order, group))
     others.sort(key=lambda item: item[:2])
-    room = max(0, batch_groups - len(due))
+    room = max(0, rollout.batch_groups - len(due))
     taken = sorted(due, key=lambda group: group.order) + [group for _, _, group in others[:room]]
-    return CutPlan(taken=taken, stale=stale, waits_for=waits_for, num_missing=max(0, batch_groups - len(taken)))
+    return CutPlan(taken=taken, stale=stale, waits_for=waits_for, num_missing=max(0, rollout.batch_groups - len(taken)))
 
 
 def _describe(step: int, plan: CutPlan) -> str:

@@ -2,21 +2,14 @@
 
 import pytest
 
-from areal_async.config.settings import RolloutSettings
+from areal_async.config.settings import RolloutSettings, Settings
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Cut, CutKind, OutcomeKind, Slot, SlotStatus, StoredMessage, Ticket
-from areal_async.trainer.batch.cut import CutRules, RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.cut import RetryLater, Settle, StreamRoom, Write
 from areal_async.trainer.batch.planner import BatchPlanner
 
-RULES = CutRules(
-    last_step=9,
-    seed=1,
-    batch_groups=2,
-    min_group_size=1,
-    max_staleness=1,
-    when_stale="wait",
-    group_deadline_s=60,
-    max_attempts=3,
+SETTINGS = Settings.model_validate(
+    {"run": {"steps": 9}, "rollout": {"batch_groups": 2, "min_group_size": 1, "max_staleness": 1}}
 )
 
 
@@ -24,8 +17,8 @@ class Desk:
     """A planner and a clock that stands still."""
 
     def __init__(self) -> None:
-        self.planner: BatchPlanner[int] = BatchPlanner(RULES, Journal(), lineage=1)
-        self.planner.allow(RULES.last_step)
+        self.planner: BatchPlanner[int] = BatchPlanner(SETTINGS, Journal(), lineage=1)
+        self.planner.allow(SETTINGS.run.steps)
         self._sequence = 0
 
     def admit(self, group_id: str, *, version: str = "1-0") -> None:

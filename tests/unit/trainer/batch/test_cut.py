@@ -4,6 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_async.config.settings import RolloutSettings
 from areal_async.protocol.types import CutSlot, OutcomeKind, Slot, SlotStatus, StoredMessage, Version
 from areal_async.trainer.batch.cut import OpenGroup
 from areal_async.trainer.batch.planner import CutPlan, plan_cut
@@ -35,13 +36,8 @@ def _group(order: int, *, version: int = 0, size: int = 2, stored: int | None = 
 
 
 def _plan(groups: list[OpenGroup], *, step: int, batch: int = 2, staleness: int = 2, when: str = "wait") -> CutPlan:
-    return plan_cut(
-        groups,
-        age=lambda first, last: step - 1 - min(first, last).step,
-        batch_groups=batch,
-        max_staleness=staleness,
-        when_stale=when,  # type: ignore[arg-type]
-    )
+    rollout = RolloutSettings.model_validate({"batch_groups": batch, "max_staleness": staleness, "when_stale": when})
+    return plan_cut(groups, rollout, age=lambda first, last: step - 1 - min(first, last).step)
 
 
 def _age(group: OpenGroup, step: int) -> int:

@@ -1,15 +1,16 @@
 """What is done next about the journal: nothing is thrown away for an accident, and nothing is waited for in vain."""
 
-from dataclasses import replace
 from typing import Literal
 
 import msgspec
 import pytest
 
+from areal_async.config.live import settings_of_step
+from areal_async.config.settings import Settings
 from areal_async.errors import FencedError
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind, Slot, SlotStatus, StoredMessage
-from areal_async.trainer.batch.cut import CutRules, Decision, GroupRules, RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.cut import Decision, RetryLater, Settle, StreamRoom, Write
 from areal_async.trainer.batch.planner import OVER_AGE, BatchPlanner
 
 
@@ -51,19 +52,17 @@ class Bench:
         filters_equal: bool = False,
         journal: Journal | None = None,
     ) -> None:
-        rules = CutRules(
-            last_step=9,
-            seed=1,
-            batch_groups=2,
-            min_group_size=2,
-            max_staleness=1,
-            when_stale=when_stale,
-            group_deadline_s=10.0,
-            max_attempts=2,
-            filters_equal_groups=filters_equal,
-            of_task={"other": GroupRules(min_group_size=1, group_deadline_s=5.0)},
+        rollout = {"batch_groups": 2, "min_group_size": 2, "max_staleness": 1, "when_stale": when_stale}
+        other = {"workflow": "other.py", "dataset": {"seeds": [0, 1]}, "min_group_size": 1, "episode_deadline_s": 5.0}
+        settings = Settings.model_validate(
+            {
+                "run": {"steps": 9},
+                "tasks": [other],
+                "rollout": {**rollout, "max_attempts": 2, "episode_deadline_s": 10.0},
+                "algorithm": {"filter_equal_groups": filters_equal},
+            }
         )
-        self.planner: BatchPlanner[str] = BatchPlanner(rules, journal or Journal(), lineage=lineage)
+        self.planner: BatchPlanner[str] = BatchPlanner(settings, journal or Journal(), lineage=lineage)
         self.planner.step = step
         self.planner.allow(step)
 
@@ -117,12 +116,12 @@ def test_the_groups_of_a_task_are_waited_for_as_long_as_it_says() -> None:
     bench.add(_message(1, 0), _message(2, 0, workflow="other"), _message(3, 0, workflow="other"))
     assert isinstance(bench.decide(now=0.0), RetryLater)
 
-    reason = "still incomplete 5 s after the trainer began to wait for it"
-    assert bench.decide(now=6.0) == Settle(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason)
-    assert bench.decide(now=11.0) == Settle(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason)
+    reason = "still incomplete 65 s after the trainer began to wait for it"
+    assert bench.decide(now=66.0) == Settle(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason)
+    assert bench.decide(now=71.0) == Settle(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason)
     bench.planner.of_untrained(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason="", step=2)
-    reason = "still incomplete 10 s after the trainer began to wait for it"
-    assert bench.decide(now=11.0) == Settle(["0-1-0"], OutcomeKind.FAILED, reason)
+    reason = "still incomplete 70 s after the trainer began to wait for it"
+    assert bench.decide(now=71.0) == Settle(["0-1-0"], OutcomeKind.FAILED, reason)
 
 
 @pytest.mark.parametrize("workflow", ["w", "other"])
@@ -185,9 +184,9 @@ def test_a_due_group_is_waited_for_until_its_deadline() -> None:
     bench = Bench(step=2)
     bench.add(_message(1, 0), _message(2, 0, 1), _message(3, 0, 1))
     assert isinstance(bench.decide(now=0.0), RetryLater)
-    assert isinstance(bench.decide(now=10.0), RetryLater)
+    assert isinstance(bench.decide(now=70.0), RetryLater)
 
-    decision = bench.decide(now=10.5)
+    decision = bench.decide(now=70.5)
 
     assert isinstance(decision, Settle)
     assert (decision.group_ids, decision.kind) == (["0-1-0"], OutcomeKind.FAILED)
@@ -243,7 +242,8 @@ def test_a_lower_bound_and_another_rate_stand_in_the_next_cut_and_no_group_beyon
         bench.add(_message(index, 0, 1, oldest=version))
     assert isinstance(bench.decide(), Write), "it was fresh enough before"
 
-    bench.planner.rules = replace(bench.planner.rules, max_staleness=0, lr=1e-6, numbers={"algorithm.kl_coef": 0.1})
+    changed = {"rollout.max_staleness": 0, "algorithm.eps_clip": 0.1}
+    bench.planner.settings = settings_of_step(bench.planner.settings, lr=1e-6, numbers=changed)
     tried_again = bench.decide()
     assert tried_again == Settle(["0-1-0"], OutcomeKind.ABANDONED, "older than max_staleness")
     bench.planner.release(["0-1-0"])
@@ -252,7 +252,7 @@ def test_a_lower_bound_and_another_rate_stand_in_the_next_cut_and_no_group_beyon
 
     assert isinstance(decision, Write)
     assert (decision.entry.max_staleness, decision.entry.lr) == (0, 1e-6)
-    assert decision.entry.numbers == {"algorithm.kl_coef": 0.1}
+    assert decision.entry.numbers["algorithm.eps_clip"] == 0.1
     assert [group.group_id for group in decision.entry.groups] == ["0-2-0", "0-3-0"]
 
 

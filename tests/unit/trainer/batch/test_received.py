@@ -5,9 +5,9 @@ import random
 
 import msgspec
 
+from areal_async.config.settings import Settings
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Outcome, OutcomeKind, Slot, SlotStatus, StoredMessage, Ticket
-from areal_async.trainer.batch.cut import CutRules
 from areal_async.trainer.batch.planner import BatchPlanner
 
 
@@ -116,11 +116,10 @@ def test_a_late_duplicate_of_a_group_that_ended_long_ago_is_late_and_nothing_els
 
 
 def _planner(*, is_caught_up: bool = True) -> BatchPlanner[str]:
-    rules = CutRules(
-        last_step=9, seed=1, batch_groups=2, min_group_size=2, max_staleness=1, when_stale="wait", group_deadline_s=10,
-        max_attempts=3,
-    )  # fmt: skip
-    planner: BatchPlanner[str] = BatchPlanner(rules, Journal(), lineage=1)
+    settings = Settings.model_validate(
+        {"run": {"steps": 9}, "rollout": {"batch_groups": 2, "min_group_size": 2, "max_staleness": 1}}
+    )
+    planner: BatchPlanner[str] = BatchPlanner(settings, Journal(), lineage=1)
     planner.is_caught_up = is_caught_up
     return planner
 
