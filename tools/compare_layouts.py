@@ -123,7 +123,7 @@ def roles(arguments: argparse.Namespace) -> tuple[str, ...]:
 def train(role: str, arguments: argparse.Namespace, ranks: Ranks, layout: dict[str, Any]) -> Named:
     """Return each parameter's gradients and its change, by ``<step> <name>`` and ``change <name>``, on rank 0."""
     settings = _settings(arguments, num_ranks=ranks.size, **layout)
-    engine = CriticEngine.for_run(settings, ranks) if role == "critic" else FsdpEngine.for_run(settings, ranks)
+    engine = CriticEngine(settings, ranks) if role == "critic" else FsdpEngine.for_run(settings, ranks)
     rows = decode_rows(arguments.batch.read_bytes())
     data = engine.dims.data
     mine = [rows[place] for place in balance([row.num_tokens for row in rows], num_ranks=data.size)[data.rank]]

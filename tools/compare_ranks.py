@@ -191,7 +191,7 @@ def train_part(part: Part, ranks: Ranks, *, compared_from: int | None = None) ->
     settings = _settings(part, num_ranks=ranks.size)
     engines = Engines(
         actor=FsdpEngine.for_run(settings, ranks),
-        critic=CriticEngine.for_run(settings, ranks) if part.has_critic else None,
+        critic=CriticEngine(settings, ranks) if part.has_critic else None,
     )
     trained = {"": engines.actor.trained}
     if engines.critic is not None:

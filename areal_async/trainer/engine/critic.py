@@ -5,16 +5,13 @@ The invariants are those of ``sharded``. Every public method is a collective, ca
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from torch import Tensor
 
 from areal_async.algorithms.objective import LossTerms
 from areal_async.algorithms.values import value_loss
-from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
-from areal_async.process.hub import local_model
-from areal_async.trainer.engine.model import DTYPES, load_critic
-from areal_async.trainer.engine.parallel.dims import ParallelDims
+from areal_async.config.settings import Settings
+from areal_async.trainer.engine.model import load_critic
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.sharded import TrainedEngine
 from areal_async.trainer.packing.rows import RETURNS, VALUES, PackedRow, TrainRow
@@ -41,32 +38,17 @@ class CriticStats:
 class CriticEngine(TrainedEngine[Tensor]):
     """A critic sharded over the ranks (FSDP2), its optimizer and its loss."""
 
-    def __init__(
-        self,
-        *,
-        model: ModelSettings,
-        trainer: TrainerSettings,
-        ranks: Ranks,
-        value_clip: float | None = None,
-        num_minibatches: int = 1,
-    ) -> None:
-        """Load the critic that ``model`` names. Its values are clipped at ``value_clip``, in units of reward."""
-        dims = ParallelDims.of(ranks, trainer)
-        critic = load_critic(local_model(model.path), dims, trainer, dtype=DTYPES[model.dtype])
-        # Each value is an estimate of its own, so its error is a mean over tokens whatever the policy's loss is.
-        super().__init__(critic, dims, trainer=trainer, num_outputs=1, num_minibatches=num_minibatches)
-        self._value_clip = value_clip
-
-    @classmethod
-    def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
+    def __init__(self, settings: Settings, ranks: Ranks) -> None:
         """Load the critic that ``model`` names and make the engine that ``algorithm`` and ``trainer`` describe."""
-        return cls(
+        # Each value is an estimate of its own, so its error is a mean over tokens whatever the policy's loss is.
+        super().__init__(
+            load_critic,
             model=settings.model.for_role("critic"),
             trainer=settings.trainer.for_critic,
             ranks=ranks,
-            value_clip=settings.algorithm.value_clip,
             num_minibatches=settings.algorithm.num_minibatches,
         )
+        self._value_clip = settings.algorithm.value_clip
 
     def change(self, settings: Settings) -> None:
         """Take the peak of the learning rate's schedule of these, from the next step on."""
@@ -84,9 +66,7 @@ class CriticEngine(TrainedEngine[Tensor]):
             total_steps: length of the learning rate's schedule.
         """
         lr = self._begin(step, total_steps=total_steps)
-        minibatches = self._packer.minibatches(
-            rows, num_minibatches=self._num_minibatches, aggregation=self._aggregation, columns=(VALUES, RETURNS)
-        )
+        minibatches = self._minibatches(rows, (VALUES, RETURNS))
         tally = self._update_with(minibatches, lambda _: self._loss, step=step, event="critic.skipped")
         sums = tally.totals(self.dims.data)
         num_tokens = sums.get("tokens") or 1.0

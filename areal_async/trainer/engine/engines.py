@@ -12,8 +12,7 @@ from areal_async.trainer.engine.checkpoint import CheckpointWriter, TrainState
 from areal_async.trainer.engine.critic import CriticEngine
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.resharder import Resharder, RowInference, hold_same_rows
-from areal_async.trainer.engine.policy import FsdpEngine
-from areal_async.trainer.engine.reference import ReferenceEngine
+from areal_async.trainer.engine.policy import FsdpEngine, ReferenceEngine
 from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.packing.rows import TrainRow
 
@@ -41,12 +40,12 @@ class Engines:
             return ranks.with_tensor_group() if ranks.device.type == "cpu" else ranks
 
         actor = FsdpEngine.for_run(settings, ranks)
-        critic = CriticEngine.for_run(settings, own_ranks()) if "critic" in wanted else None
+        critic = CriticEngine(settings, own_ranks()) if "critic" in wanted else None
         reference: FsdpEngine | ReferenceEngine | None = None
         if shares_base(settings):
             reference = actor
         elif "reference" in wanted:
-            reference = ReferenceEngine.for_run(settings, own_ranks())
+            reference = ReferenceEngine(settings, own_ranks())
         return cls(
             actor=actor,
             critic=critic,

@@ -39,6 +39,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class DecoderModel(nn.Module):
     """A decoder over packed rows: what it says of their scored tokens, its kinds ``read`` from its last states."""
 
+    num_outputs: int
+    """Tensors of [S] that it answers a row with; a tuple where there are several."""
+
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
         self.decoder = decoder
@@ -63,6 +66,8 @@ class DecoderModel(nn.Module):
 
 class PolicyModel(DecoderModel):
     """A decoder with its head of words, run together so that they are one unit for sharding."""
+
+    num_outputs = 2
 
     def __init__(self, decoder: nn.Module, *, base_sha256: Mapping[str, str] | None = None) -> None:
         super().__init__(decoder)
@@ -103,6 +108,8 @@ class Critic(DecoderModel):
     The whole is what transformers calls a sequence classifier of one label, read at every scored token instead of the
     last; so a reward model's folder starts a critic as it is.
     """
+
+    num_outputs = 1
 
     def read(self, hidden_TH: Tensor, row: PackedRow) -> Tensor:
         """Return the value before every scored token [S]."""

@@ -7,7 +7,7 @@ pair is the unit of packing. Every public method is a collective, called from on
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +16,7 @@ from areal_async.algorithms.aggregation import Aggregation
 from areal_async.algorithms.objective import LossTerms
 from areal_async.algorithms.preference import packed_bradley_terry
 from areal_async.config.settings import ModelSettings, TrainerSettings
-from areal_async.process.hub import local_model
-from areal_async.trainer.engine import weights
-from areal_async.trainer.engine.model import DTYPES, load_critic
-from areal_async.trainer.engine.parallel.dims import ParallelDims
+from areal_async.trainer.engine.model import load_critic
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.stages import StagedModel
 from areal_async.trainer.engine.sharded import TrainedEngine
@@ -63,11 +60,7 @@ class PairEngine(TrainedEngine[Tensor]):
     """A sequence classifier of one label sharded over the ranks (FSDP2), its optimizer and its loss."""
 
     def __init__(self, *, model: ModelSettings, trainer: TrainerSettings, ranks: Ranks) -> None:
-        self._source = local_model(model.path)
-        self._dtype = DTYPES[model.dtype]
-        dims = ParallelDims.of(ranks, trainer)
-        critic = load_critic(self._source, dims, trainer, dtype=self._dtype)
-        super().__init__(critic, dims, trainer=trainer, num_outputs=1, aggregation=PER_PAIR, num_together=2)
+        super().__init__(load_critic, model=model, trainer=trainer, ranks=ranks, aggregation=PER_PAIR, num_together=2)
 
     def train_step(self, pairs: Sequence[Pair], *, step: int, total_steps: int) -> PairStats:
         """Train on this rank's pairs; ranks may hold different numbers of them, even none.
@@ -77,10 +70,7 @@ class PairEngine(TrainedEngine[Tensor]):
             total_steps: length of the learning rate's schedule.
         """
         lr = self._begin(step, total_steps=total_steps)
-        minibatches = self._packer.minibatches(
-            _rows(pairs), num_minibatches=self._num_minibatches, aggregation=self._aggregation
-        )
-        tally = self._update_with(minibatches, lambda _: _loss, step=step, event="pairs.skipped")
+        tally = self._update_with(self._minibatches(_rows(pairs)), lambda _: _loss, step=step, event="pairs.skipped")
         sums = tally.totals(self.dims.data)
         num_pairs = sums.get("units") or 1.0
         return PairStats(
@@ -99,12 +89,12 @@ class PairEngine(TrainedEngine[Tensor]):
         return torch.tensor([float(row[-1]) for row in values]).view(-1, 2)
 
     def save_weights(self, directory: Path) -> dict[str, str]:
-        """Write a Hugging Face folder atomically; return {safetensors file: sha256}, equal on every rank."""
-        classifier = cast(Any, self._model.decoder)
+        """Write a Hugging Face folder atomically; return {safetensors file: sha256} on every rank. A collective."""
+        classifier = self._model.decoder
         # The folder it came from may hold a model that generates.
         decoder = classifier.own_stages[0].decoder if isinstance(classifier, StagedModel) else classifier
         classifier.config.architectures = [type(decoder).__name__]
-        return weights.save(classifier, self._dtype, directory, source=self._source, ranks=self.dims.all)
+        return super().save_weights(directory)
 
 
 def _loss(_number: int, row: PackedRow, scores_S: Tensor) -> LossTerms:

@@ -1,11 +1,13 @@
-"""The engine of the policy: rows in, one weights version further out.
+"""The engine of the policy: rows in, one weights version further out; and of a reference, which stays as it is.
 
 The invariants are those of ``sharded``. Every public method is a collective unless it says otherwise: all ranks
 call it, in the same order, from one thread each.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,24 +17,55 @@ from torch import Tensor
 
 from areal_async.algorithms.aggregation import TOKEN_MEAN, Aggregation
 from areal_async.algorithms.corrections import second_moment_cutoff
-from areal_async.algorithms.objective import Objective
+from areal_async.algorithms.objective import LossTerms, Objective, ScoredTokens
 from areal_async.algorithms.policy import PolicyLoss
 from areal_async.algorithms.presets import aggregation, policy_objective
 from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
-from areal_async.process.hub import local_model
 from areal_async.trainer.engine import checkpoint, lora, weights
 from areal_async.trainer.engine.checkpoint import TrainState
 from areal_async.trainer.engine.lora import AdapterState
-from areal_async.trainer.engine.model import DTYPES, PolicyModel, load_policy
-from areal_async.trainer.engine.parallel.dims import ParallelDims
+from areal_async.trainer.engine.model import PolicyModel, load_policy
 from areal_async.trainer.engine.parallel.execution import Loss
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.engine.row_loss import RowLoss, Scores
-from areal_async.trainer.engine.sharded import TrainedEngine
+from areal_async.trainer.engine.sharded import ModelEngine, TrainedEngine
 from areal_async.trainer.engine.stats import StepStats
-from areal_async.trainer.packing.rows import START, PackedRow, TrainRow
+from areal_async.trainer.packing.rows import REFERENCE, START, PackedRow, TrainRow
 
 __all__ = ["FsdpEngine", "StepStats"]
+
+Scores = tuple[Tensor, Tensor]
+"""Logprob and entropy of each scored token, both [S]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowLoss:
+    """The loss of the rows of a mini-batch (``execution.Loss``)."""
+
+    objective: Objective
+    starts_S: Sequence[Tensor] | None
+    """Logprobs of each row by the weights that the step starts from; None where those are being trained."""
+    keeps_S: Sequence[Tensor] | None
+    """Which tokens of each row count; None where all do."""
+
+    def __call__(self, number: int, row: PackedRow, scores: Scores) -> LossTerms:
+        """Return the loss of the row of this number in the mini-batch."""
+        logprobs_S, entropy_S = scores
+        return self.objective(
+            ScoredTokens(
+                logprobs_T=logprobs_S,
+                entropy_T=entropy_S,
+                start_T=self.starts_S[number] if self.starts_S else logprobs_S.detach(),
+                behave_T=row.behave_S,
+                advantages_T=row.advantages_S,
+                mask_T=row.mask_S,
+                current_T=row.current_S,
+                sequence_T=row.sequence_S,
+                weight_T=row.weights_S,
+                age_T=row.ages_S,
+                reference_T=row.columns_S.get(REFERENCE),
+                keep_T=self.keeps_S[number] if self.keeps_S else None,
+            )
+        )
 
 
 class FsdpEngine(TrainedEngine[Scores]):
@@ -49,22 +82,18 @@ class FsdpEngine(TrainedEngine[Scores]):
         aggregation: Aggregation = TOKEN_MEAN,
     ) -> None:
         """Load the policy that ``model`` names; ``objective`` is its loss, summed as ``aggregation`` says."""
-        self._path = model.path
-        self._source = local_model(model.path)
-        self._dtype = DTYPES[model.dtype]
-        self._objective = objective
-        dims = ParallelDims.of(ranks, trainer)
-        policy = load_policy(self._source, dims, trainer, dtype=self._dtype)
         super().__init__(
-            policy,
-            dims,
+            load_policy,
+            model=model,
             trainer=trainer,
-            num_outputs=2,
+            ranks=ranks,
             num_minibatches=num_minibatches,
             aggregation=aggregation,
         )
-        self._base_sha256 = policy.base_sha256 if isinstance(policy, PolicyModel) else {}
-        self._adapters = AdapterState(policy.decoder, self._base_sha256) if trainer.lora.is_on else None
+        self._path = model.path
+        self._objective = objective
+        self._base_sha256 = self._model.base_sha256 if isinstance(self._model, PolicyModel) else {}
+        self._adapters = AdapterState(self._model.decoder, self._base_sha256) if trainer.lora.is_on else None
 
     @classmethod
     def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
@@ -95,9 +124,7 @@ class FsdpEngine(TrainedEngine[Scores]):
                 needs ``REFERENCE``.
         """
         lr = self._begin(step, total_steps=total_steps)
-        minibatches = self._packer.minibatches(
-            rows, num_minibatches=self._num_minibatches, aggregation=self._aggregation, columns=columns
-        )
+        minibatches = self._minibatches(rows, columns)
         # With a single update the weights of the step's start are those being trained: no second forward pass.
         needs_starts = len(minibatches) > 1 and not self._is_loglinear
         scored = _given_starts if START in columns else self._packed_logprobs
@@ -111,10 +138,6 @@ class FsdpEngine(TrainedEngine[Scores]):
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """Return for each row the logprob of every token in its loss, at its temperature; 0 elsewhere [L]."""
         return self._infer(rows, self._packed_logprobs)
-
-    def save_weights(self, directory: Path) -> dict[str, str]:
-        """Write a Hugging Face folder atomically; return {safetensors file: sha256}, equal on every rank."""
-        return weights.save(self._model.decoder, self._dtype, directory, source=self._source, ranks=self.dims.all)
 
     def plan_buckets(self, *, max_bytes: int) -> list[weights.Bucket]:
         """Return how the weights, as they are served, are divided for ``gather_weights``. No collective."""
@@ -220,3 +243,20 @@ class FsdpEngine(TrainedEngine[Scores]):
 
 def _given_starts(minibatch: Iterable[PackedRow]) -> list[Tensor]:
     return [row.columns_S[START] for row in minibatch]
+
+
+class ReferenceEngine(ModelEngine[Scores]):
+    """A frozen policy sharded over the ranks. It has no optimizer, and its parameters take no more than served ones."""
+
+    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+        """Load the reference that ``model`` names."""
+        super().__init__(
+            functools.partial(load_policy, is_frozen=True),
+            model=settings.model.for_role("reference"),
+            trainer=settings.trainer.for_reference,
+            ranks=ranks,
+        )
+
+    def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
+        """Return for each row the logprob of every token in its loss; 0 elsewhere [L]. A collective."""
+        return self._infer(rows, lambda packed: [logprobs_S for logprobs_S, _ in self._execution.infer(packed)])

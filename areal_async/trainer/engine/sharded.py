@@ -6,6 +6,7 @@ ones, so that the collectives inside the model meet. Nothing here draws random n
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -14,21 +15,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_async.algorithms.aggregation import TOKEN_MEAN, Aggregation
-from areal_async.config.settings import TrainerSettings
+from areal_async.config.settings import ModelSettings, TrainerSettings
+from areal_async.process.hub import local_model
 from areal_async.trainer.engine import weights
 from areal_async.trainer.engine.checkpoint import TrainState
 from areal_async.trainer.engine.gradients import Gradients
+from areal_async.trainer.engine.model import DTYPES
 from areal_async.trainer.engine.optimizer import learning_rate, make_optimizer
 from areal_async.trainer.engine.parallel.dims import ParallelDims
 from areal_async.trainer.engine.parallel.division import RowPacker
 from areal_async.trainer.engine.parallel.execution import Execution, Loss
 from areal_async.trainer.engine.parallel.pipeline import execution_of
+from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.tensor import sum_over_tp
 from areal_async.trainer.engine.stats import Tally
 from areal_async.trainer.packing.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.packing.rows import PackedRow, TrainRow
 
 T = TypeVar("T")
+Load = Callable[..., Any]
+"""``model.load_policy`` or ``model.load_critic``."""
 
 log = structlog.get_logger()
 
@@ -37,22 +43,22 @@ class ModelEngine(Generic[T]):
     """A model over the ranks, and forward passes through it. ``T``: what the model says of a row (``execution``)."""
 
     def __init__(
-        self, model: Any, dims: ParallelDims, *, trainer: TrainerSettings, num_outputs: int, num_together: int = 1
+        self, load: Load, *, model: ModelSettings, trainer: TrainerSettings, ranks: Ranks, num_together: int = 1
     ) -> None:
-        """Run ``model``, sharded already, on rows of at most ``trainer.token_budget`` tokens.
+        """Load what ``model`` names, to run it on rows of at most ``trainer.token_budget`` tokens.
 
         Args:
-            num_outputs: tensors of [S] that the model answers a row with; a tuple where there are several.
             num_together: rows, one after the other, that always share a packed one.
         """
-        self.dims = dims
-        self.flops: DecoderFlops = decoder_flops(model.decoder)
-        """Operations of the whole model, by which rows are made to cost alike."""
-        self._model = model
-        self._execution: Execution[T] = execution_of(model, dims, num_outputs=num_outputs)
+        self.dims = ParallelDims.of(ranks, trainer)
+        self._source, self._dtype = local_model(model.path), DTYPES[model.dtype]
+        self._model = load(self._source, self.dims, trainer, dtype=self._dtype)
         self._trainer = trainer
+        self.flops: DecoderFlops = decoder_flops(self._model.decoder)
+        """Operations of the whole model, by which rows are made to cost alike."""
+        self._execution: Execution[T] = execution_of(self._model, self.dims)
         self._packer = RowPacker(
-            dims,
+            dims=self.dims,
             flops=self.flops,
             token_budget=trainer.token_budget,
             fit=self._execution.fit_rows,
@@ -68,6 +74,10 @@ class ModelEngine(Generic[T]):
         """Return copies of all parameters, whole, in float32, on the CPU of rank 0; nothing elsewhere. A collective."""
         buckets = weights.plan(self._model.decoder, torch.float32, max_bytes=0)
         return weights.gather(self._model.decoder, buckets, self.dims.all)
+
+    def save_weights(self, directory: Path) -> dict[str, str]:
+        """Write a Hugging Face folder atomically; return {safetensors file: sha256} on every rank. A collective."""
+        return weights.save(self._model.decoder, self._dtype, directory, source=self._source, ranks=self.dims.all)
 
     def _infer(self, rows: Sequence[TrainRow], forward: Callable[[list[PackedRow]], list[Tensor]]) -> list[Tensor]:
         """Return for each row what ``forward`` says of every token in its loss; 0 elsewhere [L]. A collective."""
@@ -90,20 +100,20 @@ class TrainedEngine(ModelEngine[T]):
 
     def __init__(
         self,
-        model: Any,
-        dims: ParallelDims,
+        load: Load,
         *,
+        model: ModelSettings,
         trainer: TrainerSettings,
-        num_outputs: int,
+        ranks: Ranks,
         num_minibatches: int = 1,
         aggregation: Aggregation = TOKEN_MEAN,
         num_together: int = 1,
     ) -> None:
-        super().__init__(model, dims, trainer=trainer, num_outputs=num_outputs, num_together=num_together)
+        super().__init__(load, model=model, trainer=trainer, ranks=ranks, num_together=num_together)
         self._num_minibatches = num_minibatches
         self._aggregation = aggregation
-        self._gradients = Gradients(model, dims)
-        self._optimizer = make_optimizer((one for one in model.parameters() if one.requires_grad), trainer)
+        self._gradients = Gradients(self._model, self.dims)
+        self._optimizer = make_optimizer((one for one in self._model.parameters() if one.requires_grad), trainer)
         self._on_gradients: Callable[[], None] | None = None
 
     @property
@@ -134,6 +144,12 @@ class TrainedEngine(ModelEngine[T]):
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         return lr
+
+    def _minibatches(self, rows: Sequence[TrainRow], columns: Sequence[str] = ()) -> list[list[PackedRow]]:
+        """Return the packed rows of each update (``RowPacker.minibatches``). A collective."""
+        return self._packer.minibatches(
+            rows, num_minibatches=self._num_minibatches, aggregation=self._aggregation, columns=columns
+        )
 
     def _update_with(
         self, minibatches: Sequence[Sequence[PackedRow]], loss_of: Callable[[int], Loss[T]], *, step: int, event: str

@@ -13,8 +13,7 @@ from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer.engine.checkpoint import TrainState
 from areal_async.trainer.engine.critic import CriticEngine
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.engine.policy import FsdpEngine
-from areal_async.trainer.engine.reference import ReferenceEngine
+from areal_async.trainer.engine.policy import FsdpEngine, ReferenceEngine
 from areal_async.trainer.packing.rows import RETURNS, VALUES, TrainRow, with_columns
 from tests.unit.trainer.models import engine_of, random_rows, tempered
 
@@ -72,7 +71,7 @@ def others(model: Path, ranks: Ranks, **layout: Any) -> Arrays:
         model=ModelSettings(path=str(model), dtype="float32"),
         trainer=TrainerSettings.model_validate({"token_budget": 64, "num_ranks": ranks.size, **layout}),
     )
-    critic, reference = CriticEngine.for_run(settings, ranks), ReferenceEngine.for_run(settings, ranks)
+    critic, reference = CriticEngine(settings, ranks), ReferenceEngine(settings, ranks)
     rows = batch_rows()
     columns = {VALUES: [np.zeros(row.num_tokens, np.float32) for row in rows]}
     columns[RETURNS] = [np.full(row.num_tokens, row.advantage, np.float32) for row in rows]

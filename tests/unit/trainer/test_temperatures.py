@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from areal_async.config.settings import InferenceSettings, ModelSettings, SamplingSettings, TrainerSettings
+from areal_async.config.settings import InferenceSettings, ModelSettings, SamplingSettings, Settings, TrainerSettings
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.pool import ServerPool
 from areal_async.protocol.types import Trajectory, Version
@@ -18,7 +18,7 @@ from areal_async.rollout.policy.text import load_codec
 from areal_async.rollout.rewards.reply_rewards import Scores
 from areal_async.rollout.slots import SlotSpec, fill_slot
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.engine.reference import ReferenceEngine
+from areal_async.trainer.engine.policy import ReferenceEngine
 from areal_async.trainer.engine.stats import StepStats
 from areal_async.trainer.packing.rows import REFERENCE, with_columns
 from areal_async.trainer.shards import build_rows
@@ -77,8 +77,8 @@ def _trained(folder: Path, ranks: Ranks, trajectory: Trajectory) -> StepStats:
         masks_stale=False,
         temperature=1.2,
     )
-    given = {"model": ModelSettings(path=str(folder), dtype="float32"), "trainer": TrainerSettings(token_budget=512)}
-    said = ReferenceEngine(**given, ranks=ranks).logprobs(rows)
+    model, trainer = ModelSettings(path=str(folder), dtype="float32"), TrainerSettings(token_budget=512)
+    said = ReferenceEngine(Settings(model=model, trainer=trainer), ranks).logprobs(rows)
     rows = with_columns(rows, {REFERENCE: [one.numpy() for one in said]})
     engine = engine_of(folder, ranks, token_budget=512, algorithm={"kl_coef": 0.1})
     return engine.train_step(rows, step=1, total_steps=1, columns=(REFERENCE,))

@@ -7,6 +7,7 @@ cost least when the k-th costs what the dearest k-th of any rank does.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,24 +20,18 @@ from areal_async.trainer.packing.pack import Parts, fill, pack, part_costs, spre
 from areal_async.trainer.packing.rows import PackedRow, TrainRow, empty_row, pack_rows, unsampled_row
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RowPacker:
     """Packs the rows of one model's ranks, so that the mini-batches of all have as many packed ones."""
 
-    def __init__(
-        self,
-        dims: ParallelDims,
-        *,
-        flops: DecoderFlops,
-        token_budget: int,
-        fit: Callable[[int], int],
-        num_together: int,
-    ) -> None:
-        """Pack rows of at most ``token_budget`` tokens; ``num_together`` that follow one another share a packed one."""
-        self._dims = dims
-        self._flops = flops
-        self._token_budget = token_budget
-        self._fit = fit
-        self._num_together = num_together
+    dims: ParallelDims
+    flops: DecoderFlops
+    token_budget: int
+    """Most tokens of a packed row."""
+    fit: Callable[[int], int]
+    """Makes of the rows that are needed the number that suits the model's layout, not a smaller one."""
+    num_together: int
+    """Rows, one after the other, that always share a packed one."""
 
     def minibatches(
         self, rows: Sequence[TrainRow], *, num_minibatches: int, aggregation: Aggregation, columns: Sequence[str] = ()
@@ -60,11 +55,11 @@ class RowPacker:
 
     def divide(self, rows: Sequence[TrainRow]) -> Parts:
         """Return which rows share a packed one: as many parts on every rank, some perhaps empty. A collective."""
-        count = self._num_together
+        count = self.num_together
         # As one sequence the attention of rows that stay together costs more than it does: alike for all, which is all
         # that counts.
         joined = rows if count == 1 else [_joined(rows[place : place + count]) for place in range(0, len(rows), count)]
-        parts = divide(joined, flops=self._flops, token_budget=self._token_budget, ranks=self._dims.data, fit=self._fit)
+        parts = divide(joined, flops=self.flops, token_budget=self.token_budget, ranks=self.dims.data, fit=self.fit)
         return [[count * member + place for member in part for place in range(count)] for part in parts]
 
     def pack(
@@ -75,7 +70,7 @@ class RowPacker:
         columns: Sequence[str] = (),
     ) -> list[PackedRow]:
         """Return the packed rows of ``divide``'s parts, an empty one for each that is empty."""
-        device = self._dims.all.device
+        device = self.dims.all.device
         return [
             pack_rows([rows[i] for i in members], device, [shares[i] for i in members] if shares else None)
             if members

@@ -29,26 +29,19 @@ from areal_async.trainer.packing.rows import PackedRow, empty_row
 T = TypeVar("T")
 
 
-def execution_of(model: Any, dims: ParallelDims, *, num_outputs: int) -> Execution[Any]:
-    """Return what runs a model, cut into stages or whole.
-
-    Args:
-        num_outputs: tensors of [S] that the model answers a row with; a tuple where there are several.
-    """
-    return (
-        PipelineExecution(model, dims, num_outputs=num_outputs) if isinstance(model, StagedModel) else WholeModel(model)
-    )
+def execution_of(model: Any, dims: ParallelDims) -> Execution[Any]:
+    """Return what runs a model, cut into stages or whole."""
+    return PipelineExecution(model, dims) if isinstance(model, StagedModel) else WholeModel(model)
 
 
 class PipelineExecution(Generic[T]):
     """Runs rows through the stages of one pipeline. Its calls are collectives of the pipeline's ranks too."""
 
-    def __init__(self, model: StagedModel, dims: ParallelDims, *, num_outputs: int) -> None:
-        """``num_outputs``: tensors of [S] that the last stage answers a row with; a tuple where there are several."""
+    def __init__(self, model: StagedModel, dims: ParallelDims) -> None:
         self._model = model
         self._device = dims.all.device
         self._num_ranks = dims.sizes[PP]
-        self._num_outputs = num_outputs
+        self._num_outputs = model.own_stages[0].model.num_outputs
 
     def fit_rows(self, num_rows: int) -> int:
         """Return what the schedule takes without empty rows, and at least one for each rank of the pipeline."""

@@ -31,6 +31,9 @@ from areal_async.trainer.packing.rows import PackedRow
 class Readable(Protocol):
     """What a stage is made of: a model of packed rows that can be entered and left between its layers."""
 
+    num_outputs: int
+    """Tensors of [S] that it answers a row with; a tuple where there are several."""
+
     def states(self, row: PackedRow, received: Tensor | None = None) -> Tensor:
         """Return what comes out of the decoder [1, T, H], of the row's tokens or of another stage's states."""
         ...
@@ -59,7 +62,7 @@ class Stage(nn.Module):
     def __init__(self, model: nn.Module, decoder: nn.Module, *, is_first: bool, is_last: bool) -> None:
         """``model`` is ``Readable`` and its decoder already cut."""
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.decoder = decoder
         self.is_first = is_first
         self.is_last = is_last
@@ -85,7 +88,7 @@ class Stage(nn.Module):
         """
         row = self._rows.popleft()
         num_tokens = len(row.token_ids_T)
-        model = cast(Readable, self.model)
+        model: Readable = self.model
         if self._entry is None:
             hidden = model.states(row)
         else:

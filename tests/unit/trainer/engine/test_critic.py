@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_async.config.settings import ModelSettings, TrainerSettings
+from areal_async.config.settings import AlgorithmSettings, ModelSettings, Settings, TrainerSettings
 from areal_async.errors import UserError
 from areal_async.trainer.engine.critic import CriticEngine
 from areal_async.trainer.engine.parallel.ranks import Ranks
@@ -21,13 +21,12 @@ def critic_of(
     model: Path, ranks: Ranks, *, value_clip: float | None = 0.2, num_minibatches: int = 1, **trainer: Any
 ) -> CriticEngine:
     """Make a critic with a learning rate that shows."""
-    return CriticEngine(
+    settings = Settings(
         model=ModelSettings(path=str(model), dtype="float32"),
-        trainer=TrainerSettings.model_validate({"lr": 1e-2, "token_budget": 64, **trainer}),
-        ranks=ranks,
-        value_clip=value_clip,
-        num_minibatches=num_minibatches,
+        trainer=TrainerSettings.model_validate({"lr": 1e-2, "token_budget": 64, "num_ranks": ranks.size, **trainer}),
+        algorithm=AlgorithmSettings(name="ppo", value_clip=value_clip, num_minibatches=num_minibatches),
     )
+    return CriticEngine(settings, ranks)
 
 
 def with_targets(engine: CriticEngine, rows: Sequence[TrainRow], *, seed: int = 0) -> list[TrainRow]:

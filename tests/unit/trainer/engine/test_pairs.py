@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from areal_async.algorithms.preference import bradley_terry_loss, packed_bradley_terry
-from areal_async.config.settings import ModelSettings, TrainerSettings
+from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer.engine.critic import CriticEngine
 from areal_async.trainer.engine.pairs import Pair, PairEngine
 from areal_async.trainer.engine.parallel.ranks import Ranks
@@ -131,9 +131,8 @@ def test_exported_folder_is_a_plain_classifier_and_starts_a_critic_as_it_is(
     assert not told["unexpected_keys"]
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]
     assert torch.allclose(engine.scores(pairs), plain_scores(tmp_path / "model", pairs)[1], atol=1e-5)
-    critic = CriticEngine(
-        model=ModelSettings(path=str(tmp_path / "model"), dtype="float32"), trainer=TrainerSettings(), ranks=ranks
-    )
+    settings = Settings(model=ModelSettings(path=str(tmp_path / "model"), dtype="float32"))
+    critic = CriticEngine(settings, ranks)
     assert any(values.any() for values in critic.values(random_rows(3)))
 
 
