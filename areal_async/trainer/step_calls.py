@@ -10,7 +10,9 @@ from areal_async.algorithms.user_calls import read_call
 from areal_async.config.settings import Settings
 from areal_async.trainer.batch.advantages import critic_advantages, kl_penalties, penalised_advantages
 from areal_async.trainer.batch.step import AgreedBatch
+from areal_async.trainer.engine.critic import CriticEngine
 from areal_async.trainer.engine.engines import Engines
+from areal_async.trainer.engine.stats import StepStats
 from areal_async.trainer.packing.rows import REFERENCE, RETURNS, START, VALUES, TrainRow, with_columns
 from areal_async.user_files import import_named
 
@@ -32,21 +34,11 @@ class StepCalls:
     """The calls of the trainer's part of the graph, on one rank."""
 
     def __init__(self, settings: Settings, engines: Engines) -> None:
-        self._settings = settings
+        self._total_steps = settings.run.steps
         self._engines = engines
         # Each rank of the model's layout makes the calls on the rows it holds, even where other ranks hold the same.
         self._gather = engines.actor.dims.data.gather_bytes
         self._rule = advantage_rule(settings)
-        self._functions: dict[str, Callable[[RunningStep, Values], Values]] = {
-            "start_logprobs": self._start_logprobs,
-            "reference_logprobs": self._reference_logprobs,
-            "values": self._values,
-            "kl_penalty": self._kl_penalty,
-            "gae": self._gae,
-            "penalised_advantages": self._penalised_advantages,
-            "train_actor": self._train_actor,
-            "train_critic": self._train_critic,
-        }
         self._own: dict[str, Callable[..., Any]] = {}
         for spec in settings.algorithm.calls:
             module, name = import_named(spec, what="algorithm.calls")
@@ -56,66 +48,51 @@ class StepCalls:
         """Make one call; return its outputs by name. The calls of a model are collectives."""
         own = self._own.get(call.name)
         if own is None:
-            made = self._functions[call.name](step, inputs)
+            made = self._make(call.name, step, inputs)
             return {name: made[plain_name(name)] for name in call.outputs}
         # By place: what it takes may have been renamed, where it comes between a value's maker and takers.
         return {call.outputs[0]: own(*(inputs[name] for name in call.inputs))}
 
-    def _start_logprobs(self, step: RunningStep, inputs: Values) -> Values:
-        return {"start_logprobs": self._engines.actor.logprobs(inputs["rows"])}
+    def _make(self, name: str, step: RunningStep, inputs: Values) -> Values:
+        """Make a call that is none of the user's own; return its outputs by their plain names."""
+        engines, rows, algorithm = self._engines, inputs["rows"], step.settings.algorithm
+        match name:
+            case "start_logprobs":
+                return {"start_logprobs": engines.actor.logprobs(rows)}
+            case "reference_logprobs":
+                return {"reference_logprobs": engines.reference_logprobs(rows)}
+            case "values":
+                return {"values": engines.infer("critic", rows, self._critic.values)}
+            case "kl_penalty":
+                logprobs, reference = inputs["start_logprobs"], inputs["reference_logprobs"]
+                penalties, mean = kl_penalties(rows, logprobs, reference, algorithm, gather=self._gather)
+                return {"penalties": penalties, "kl_mean": mean}
+            case "gae":
+                advantages, returns, quality = critic_advantages(
+                    rows, inputs["outcomes"], inputs["values"], inputs.get("penalties"), algorithm, gather=self._gather
+                )
+                return {"advantages": advantages, "returns": returns, "value_quality": quality}
+            case "penalised_advantages":
+                advantages = penalised_advantages(
+                    rows, step.batch.slots, inputs["penalties"], rule=self._rule, gather=self._gather
+                )
+                return {"advantages": advantages}
+            case "train_actor":
+                return {"actor_stats": self._train_actor(step, inputs)}
+            case "train_critic":
+                rows = with_columns(rows, {VALUES: inputs["values"], RETURNS: inputs["returns"]})
+                own = engines.rows_for("critic", rows)
+                return {"critic_stats": self._critic.train_step(own, step=step.number, total_steps=self._total_steps)}
+        raise ValueError(f"call: got {name}, need one of the graph's")
 
-    def _reference_logprobs(self, step: RunningStep, inputs: Values) -> Values:
-        return {"reference_logprobs": self._engines.reference_logprobs(inputs["rows"])}
-
-    def _values(self, step: RunningStep, inputs: Values) -> Values:
+    @property
+    def _critic(self) -> CriticEngine:
         assert self._engines.critic is not None
-        return {"values": self._engines.infer("critic", inputs["rows"], self._engines.critic.values)}
+        return self._engines.critic
 
-    def _kl_penalty(self, step: RunningStep, inputs: Values) -> Values:
-        algorithm = step.settings.algorithm
-        penalties, mean = kl_penalties(
-            inputs["rows"],
-            inputs["start_logprobs"],
-            inputs["reference_logprobs"],
-            estimator=algorithm.kl_estimator,
-            kl_coef=algorithm.kl_coef,
-            gather=self._gather,
-        )
-        return {"penalties": penalties, "kl_mean": mean}
-
-    def _gae(self, step: RunningStep, inputs: Values) -> Values:
-        algorithm = self._settings.algorithm
-        advantages, returns, quality = critic_advantages(
-            inputs["rows"],
-            inputs["outcomes"],
-            inputs["values"],
-            inputs.get("penalties"),
-            gamma=algorithm.gamma,
-            gae_lambda=algorithm.gae_lambda,
-            is_whitened=algorithm.advantage_std == "batch",
-            gather=self._gather,
-        )
-        return {"advantages": advantages, "returns": returns, "value_quality": quality}
-
-    def _penalised_advantages(self, step: RunningStep, inputs: Values) -> Values:
-        advantages = penalised_advantages(
-            inputs["rows"], step.batch.slots, inputs["penalties"], rule=self._rule, gather=self._gather
-        )
-        return {"advantages": advantages}
-
-    def _train_actor(self, step: RunningStep, inputs: Values) -> Values:
+    def _train_actor(self, step: RunningStep, inputs: Values) -> StepStats:
         columns = [name for name in (START, REFERENCE) if name in inputs]
         rows = with_columns(inputs["rows"], {name: inputs[name] for name in columns}, advantages=inputs["advantages"])
-        stats = self._engines.actor.train_step(
-            rows, step=step.number, total_steps=self._settings.run.steps, columns=columns
-        )
+        stats = self._engines.actor.train_step(rows, step=step.number, total_steps=self._total_steps, columns=columns)
         step.trained.extend(rows)
-        return {"actor_stats": stats}
-
-    def _train_critic(self, step: RunningStep, inputs: Values) -> Values:
-        assert self._engines.critic is not None
-        rows = with_columns(inputs["rows"], {VALUES: inputs["values"], RETURNS: inputs["returns"]})
-        stats = self._engines.critic.train_step(
-            self._engines.rows_for("critic", rows), step=step.number, total_steps=self._settings.run.steps
-        )
-        return {"critic_stats": stats}
+        return stats

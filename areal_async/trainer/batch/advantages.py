@@ -19,6 +19,7 @@ from areal_async.algorithms.advantages import STD_EPSILON, AdvantageRule
 from areal_async.algorithms.credit import reply_advantages, sibling_of
 from areal_async.algorithms.kl import kl_estimate, kl_rewards, last_token_rewards, sequence_kl
 from areal_async.algorithms.values import gae, reward_to_go
+from areal_async.config.settings import AlgorithmSettings
 from areal_async.trainer.batch.payloads import BatchSlot, by_group
 from areal_async.trainer.packing.rows import TrainRow
 
@@ -148,16 +149,16 @@ def kl_penalties(
     rows: Sequence[TrainRow],
     logprobs: Sequence[Tensor],
     reference: Sequence[Tensor],
+    algorithm: AlgorithmSettings,
     *,
-    estimator: str,
-    kl_coef: float,
     gather: Gather,
 ) -> tuple[Columns, float]:
     """Return what each token's distance to the reference takes off its reward, and the mean distance."""
     episodes = Episodes.of(rows)
-    kl_T = kl_estimate(episodes.joined(logprobs), episodes.joined(reference), episodes.mask_T, estimator=estimator)
+    logprobs_T, reference_T = episodes.joined(logprobs), episodes.joined(reference)
+    kl_T = kl_estimate(logprobs_T, reference_T, episodes.mask_T, estimator=algorithm.kl_estimator)
     mean = _all_moments([kl_T[episodes.mask_T]], gather)[0].mean
-    return episodes.parted(kl_coef * kl_T), mean
+    return episodes.parted(algorithm.kl_coef * kl_T), mean
 
 
 def critic_advantages(
@@ -165,17 +166,16 @@ def critic_advantages(
     outcomes: Mapping[int, float],
     values: Sequence[Tensor],
     penalties: Columns | None,
+    algorithm: AlgorithmSettings,
     *,
-    gamma: float,
-    gae_lambda: float,
-    is_whitened: bool,
     gather: Gather,
 ) -> tuple[Columns, Columns, Quality]:
     """Return advantages (GAE) and returns of every token, and how good the values were.
 
     Args:
         outcomes: reward by position in the batch.
-        is_whitened: over the trained tokens of the whole batch; the returns stay in units of reward.
+        algorithm: ``advantage_std="batch"`` whitens advantages over the trained tokens of the whole batch; the returns
+            stay in units of reward.
     """
     episodes = Episodes.of(rows)
     values_T, mask_T = episodes.joined(values), episodes.mask_T
@@ -184,13 +184,13 @@ def critic_advantages(
         values_T,
         mask_T,
         episodes.episode_T,
-        gamma=gamma,
-        gae_lambda=gae_lambda,
+        gamma=algorithm.gamma,
+        gae_lambda=algorithm.gae_lambda,
     )
     of_advantages, of_values, of_returns, of_errors = _all_moments(
         [one[mask_T] for one in (advantages_T, values_T, returns_T, returns_T - values_T)], gather
     )
-    if is_whitened:
+    if algorithm.advantage_std == "batch":
         advantages_T = _whitened(advantages_T, mask_T, of_advantages)
     is_flat = of_returns.variance == 0
     quality = Quality(

@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import Queue
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pytest
 import torch
 
 from areal_async.algorithms.advantages import AdvantageRule, Sibling, step_advantages
+from areal_async.config.settings import AlgorithmSettings
 from areal_async.protocol.types import CutSlot, Slot, SlotStatus
 from areal_async.trainer.batch.advantages import Columns, Moments, critic_advantages, kl_penalties, penalised_advantages
 from areal_async.trainer.batch.payloads import BatchSlot
@@ -97,9 +98,8 @@ def test_a_critics_advantages_equal_a_loop_over_tokens(is_whitened: bool, has_pe
         every = np.array(list(plain.values()))
         plain = {place: (value - every.mean()) / (every.std() + 1e-6) for place, value in plain.items()}
 
-    advantages, returns, quality = critic_advantages(
-        rows, OUTCOMES, values, penalties, gamma=0.9, gae_lambda=0.8, is_whitened=is_whitened, gather=alone
-    )
+    algorithm = AlgorithmSettings(gamma=0.9, gae_lambda=0.8, advantage_std="batch" if is_whitened else "none")
+    advantages, returns, quality = critic_advantages(rows, OUTCOMES, values, penalties, algorithm, gather=alone)
 
     for number, row in enumerate(rows):
         for t in range(row.num_tokens):
@@ -117,9 +117,8 @@ def test_advantages_are_the_same_on_one_rank_and_on_three_of_which_one_has_nothi
     values = random_columns(rows, seed=1)
 
     def work(part: slice) -> Callable[[Any], tuple[Columns, Columns, Any]]:
-        return lambda gather: critic_advantages(
-            rows[part], OUTCOMES, values[part], None, gamma=1.0, gae_lambda=0.95, is_whitened=True, gather=gather
-        )
+        algorithm = AlgorithmSettings(name="ppo")
+        return lambda gather: critic_advantages(rows[part], OUTCOMES, values[part], None, algorithm, gather=gather)
 
     ((whole, whole_returns, quality),) = together([work(slice(None))])
     parts = together([work(slice(0, 3)), work(slice(0, 0)), work(slice(3, 7))])
@@ -134,16 +133,8 @@ def test_a_batch_whose_advantages_are_all_equal_teaches_nothing() -> None:
     rows = [replace(row, index=number) for number, row in enumerate(random_rows(3))]
     values = [torch.zeros(row.num_tokens) for row in rows]
 
-    advantages, returns, quality = critic_advantages(
-        rows,
-        dict.fromkeys(range(3), 1.0),
-        values,
-        None,
-        gamma=1.0,
-        gae_lambda=1.0,
-        is_whitened=True,
-        gather=alone,
-    )
+    outcomes, algorithm = dict.fromkeys(range(3), 1.0), AlgorithmSettings(name="ppo", gae_lambda=1.0)
+    advantages, returns, quality = critic_advantages(rows, outcomes, values, None, algorithm, gather=alone)
 
     assert not np.concatenate(advantages).any()
     assert (quality.explained_variance, quality.returns_mean) == (0.0, 1.0)
@@ -160,12 +151,13 @@ def test_moments_of_parts_are_those_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_a_penalty_is_beta_times_the_estimate_at_trained_tokens(estimator: str) -> None:
+def test_a_penalty_is_beta_times_the_estimate_at_trained_tokens(estimator: Literal["k1", "k2", "k3"]) -> None:
     rows = trajectories()
     logprobs, reference = random_columns(rows, seed=1), random_columns(rows, seed=2)
     estimates = {"k1": lambda d: d, "k2": lambda d: d**2 / 2, "k3": lambda d: np.exp(-d) - 1 + d}
 
-    penalties, mean = kl_penalties(rows, logprobs, reference, estimator=estimator, kl_coef=0.1, gather=alone)
+    algorithm = AlgorithmSettings(kl_estimator=estimator, kl_coef=0.1)
+    penalties, mean = kl_penalties(rows, logprobs, reference, algorithm, gather=alone)
 
     every = []
     for row, mine, other, penalty in zip(rows, logprobs, reference, penalties, strict=True):
