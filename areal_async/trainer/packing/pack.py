@@ -59,7 +59,7 @@ def spread(lengths: Sequence[int], costs: Sequence[int], *, token_budget: int, n
     ways = [fill(pack(lengths, token_budget=token_budget), costs, num_rows=num_rows)]
     if num_rows:
         ways.append(balance(costs, num_ranks=num_rows))
-        ways.append(_cheapest_with_room(lengths, costs, token_budget, num_rows))
+        ways.append(_cheapest_first(costs, num_rows, lengths=lengths, room=token_budget))
     within = [rows for rows in ways if rows and max(part_costs(rows, lengths)) <= token_budget]
     return _dearest_first(min(within, key=lambda rows: max(part_costs(rows, costs))), costs) if within else []
 
@@ -85,7 +85,7 @@ def balance(costs: Sequence[int], *, num_ranks: int) -> Parts:
     Source: Karmarkar and Karp, The differencing method of set partitioning, UCB/CSD 82/113, 1982; the bound is
     Graham's, SIAM J. Appl. Math. 17 (1969), for the greedy one.
     """
-    divisions = (_differenced(costs, num_ranks), _greedy(costs, num_ranks))
+    divisions = (_differenced(costs, num_ranks), _cheapest_first(costs, num_ranks, lengths=[0] * len(costs), room=0))
     return min(divisions, key=lambda parts: max(part_costs(parts, costs)))
 
 
@@ -119,29 +119,23 @@ def _differenced(costs: Sequence[int], num_parts: int) -> Parts:
     return parts + [[] for _ in range(num_parts - len(parts))]
 
 
-def _greedy(costs: Sequence[int], num_parts: int) -> Parts:
-    loads = [(0, part) for part in range(num_parts)]
+def _cheapest_first(costs: Sequence[int], num_parts: int, *, lengths: Sequence[int], room: int) -> Parts:
+    """Give each index, the dearest first, to the part with the least so far of those with ``room`` for its length.
+
+    Return nothing where there is none.
+    """
     parts: Parts = [[] for _ in range(num_parts)]
+    free = [room] * num_parts
+    loads = [(0, part) for part in range(num_parts)]
     for index in _decreasing(costs):
-        load, part = loads.pop(0)
+        place = next((place for place, (_, part) in enumerate(loads) if free[part] >= lengths[index]), None)
+        if place is None:
+            return []
+        load, part = loads.pop(place)
         parts[part].append(index)
+        free[part] -= lengths[index]
         insort(loads, (load + costs[index], part))
     return parts
-
-
-def _cheapest_with_room(lengths: Sequence[int], costs: Sequence[int], token_budget: int, num_rows: int) -> Parts:
-    """Return nothing where a sequence is left over."""
-    rows: Parts = [[] for _ in range(num_rows)]
-    loads, room = [0] * num_rows, [token_budget] * num_rows
-    for index in _decreasing(costs):
-        fitting = [row for row in range(num_rows) if room[row] >= lengths[index]]
-        if not fitting:
-            return []
-        place = min(fitting, key=lambda row: loads[row])
-        rows[place].append(index)
-        loads[place] += costs[index]
-        room[place] -= lengths[index]
-    return rows
 
 
 def _decreasing(values: Sequence[int]) -> list[int]:
