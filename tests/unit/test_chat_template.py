@@ -33,7 +33,7 @@ def test_template_of_the_settings_writes_instead_of_the_tokenizer_s(own: Path) -
         {"model": {"path": str(TINY)}, "dataset": {"path": "x"}, "template": template.model_dump()}
     )
     tokenizer = load_tokenizer(TINY, settings)
-    (ids,) = encode_conversations(tokenizer, [question], settings.dataset, template=template, for_reply=True)
+    (ids,) = encode_conversations(tokenizer, [question], settings, for_reply=True)
     assert tokenizer.decode(ids) == "[2 and 3?]<think>"
 
 

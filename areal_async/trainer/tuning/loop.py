@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from areal_async.chat_template import take_template, write
-from areal_async.config.settings import DatasetSettings, TemplateSettings
+from areal_async.config.settings import DatasetSettings
 from areal_async.config.tuning import TuningSettings
 from areal_async.errors import UserError
 from areal_async.process.stdio import say
@@ -191,12 +191,7 @@ def texts_of(rows: Any, column: str, dataset: DatasetSettings) -> list[str]:
 
 
 def encode_conversations(
-    tokenizer: Any,
-    conversations: Sequence[Conversation],
-    dataset: DatasetSettings,
-    *,
-    template: TemplateSettings,
-    for_reply: bool,
+    tokenizer: Any, conversations: Sequence[Conversation], settings: TuningSettings, *, for_reply: bool
 ) -> list[list[int]]:
     """Return the tokens of conversations as the model's template writes them; ``for_reply``: up to where it answers.
 
@@ -206,10 +201,10 @@ def encode_conversations(
     texts: list[str] = []
     for place, one in enumerate(conversations):
         try:
-            texts.append(write(tokenizer, one, template.arguments, for_reply=for_reply))
+            texts.append(write(tokenizer, one, settings.template.arguments, for_reply=for_reply))
         except TemplateError as exc:
             raise UserError(
-                f"dataset: {dataset.source} row {place}: the model's chat template refuses it: {exc}"
+                f"dataset: {settings.dataset.source} row {place}: the model's chat template refuses it: {exc}"
             ) from exc
     # The template has already written whatever special tokens a conversation has.
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]

@@ -11,7 +11,6 @@ from typing import Any
 
 from areal_async.algorithms.preference import bradley_terry_loss
 from areal_async.config.reward_model import PairDatasetSettings, RewardModelSettings
-from areal_async.config.settings import TemplateSettings
 from areal_async.data.rows import check_columns, load_rows
 from areal_async.errors import UserError
 from areal_async.process.hub import local_model
@@ -69,14 +68,19 @@ def load_pairs(settings: RewardModelSettings) -> list[Pair]:
     """Return every row of the data set as a pair of conversations.
 
     Raises:
-        UserError: a column is not there, or a pair is longer than a packed row.
+        UserError: a column is not there, a cell holds no conversation or no answer, or a pair is longer than a packed
+            row.
     """
-    dataset = settings.dataset
-    folder = local_model(settings.model.path)
+    dataset, folder = settings.dataset, local_model(settings.model.path)
     rows = load_rows(dataset)
     needed = (dataset.question, dataset.chosen, dataset.rejected)
     check_columns(rows, tuple(column for column in needed if column is not None), dataset)
-    pairs = encode_pairs(load_tokenizer(folder, settings), rows, dataset, settings.template)
+    tokenizer = load_tokenizer(folder, settings)
+    chosen, rejected = (
+        encode_conversations(tokenizer, _answered(rows, column, dataset), settings, for_reply=False)
+        for column in (dataset.chosen, dataset.rejected)
+    )
+    pairs = [Pair(*both) for both in zip(chosen, rejected, strict=True)]
     longest = max(range(len(pairs)), key=lambda place: pairs[place].num_tokens)
     if pairs[longest].num_tokens > settings.trainer.token_budget:
         raise UserError(
@@ -84,20 +88,6 @@ def load_pairs(settings: RewardModelSettings) -> list[Pair]:
             f"trainer.token_budget={settings.trainer.token_budget}; raise it, or leave the row out"
         )
     return pairs
-
-
-def encode_pairs(tokenizer: Any, rows: Any, dataset: PairDatasetSettings, template: TemplateSettings) -> list[Pair]:
-    """Return the tokens of both conversations of each row.
-
-    Raises:
-        UserError: a cell holds no conversation or no answer.
-    """
-
-    def encode(column: str) -> list[list[int]]:
-        answered = _answered(rows, column, dataset)
-        return encode_conversations(tokenizer, answered, dataset, template=template, for_reply=False)
-
-    return [Pair(*both) for both in zip(encode(dataset.chosen), encode(dataset.rejected), strict=True)]
 
 
 def _answered(rows: Any, column: str, dataset: PairDatasetSettings) -> list[Conversation]:

@@ -6,11 +6,9 @@ that ends a turn; only the latter two are learned.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from areal_async.algorithms.likelihood import likelihood_loss
-from areal_async.config.settings import TemplateSettings
-from areal_async.config.sft import SftDatasetSettings, SftSettings
+from areal_async.config.sft import SftSettings
 from areal_async.data.rows import check_columns, load_rows
 from areal_async.process.hub import local_model
 from areal_async.trainer.engine.parallel.ranks import Ranks
@@ -58,24 +56,18 @@ class SftTask:
 
 
 def load_examples(settings: SftSettings) -> list[TrainRow]:
-    """Return every row of the data set as a sequence to learn."""
-    folder = local_model(settings.model.path)
-    rows = load_rows(settings.dataset)
-    check_columns(rows, (settings.dataset.question, settings.dataset.answer), settings.dataset)
-    return encode_examples(load_tokenizer(folder, settings), rows, settings.dataset, settings.template)
-
-
-def encode_examples(
-    tokenizer: Any, rows: Any, dataset: SftDatasetSettings, template: TemplateSettings
-) -> list[TrainRow]:
-    """Return prompt, answer and end of turn as tokens, the prompt out of the loss.
+    """Return every row of the data set as a sequence to learn: prompt, answer and end of turn, the prompt unlearned.
 
     Raises:
-        UserError: a cell holds no conversation or no answer.
+        UserError: a column is not there, or a cell holds no conversation or no answer.
     """
+    dataset, folder = settings.dataset, local_model(settings.model.path)
+    rows = load_rows(dataset)
+    check_columns(rows, (dataset.question, dataset.answer), dataset)
+    tokenizer = load_tokenizer(folder, settings)
     prompts = conversations_of(rows, dataset.question, dataset)
     answers = texts_of(rows, dataset.answer, dataset)
-    prompt_ids = encode_conversations(tokenizer, prompts, dataset, template=template, for_reply=True)
+    prompt_ids = encode_conversations(tokenizer, prompts, settings, for_reply=True)
     # On its own, as a server continues a prompt: no token spans the border.
     answer_ids = tokenizer(answers, add_special_tokens=False)["input_ids"]
     learned = [[*answer, tokenizer.eos_token_id] for answer in answer_ids]
