@@ -333,7 +333,7 @@ class Course:
             except WireError as exc:
                 missing.append(placed.key)
                 score.refusals[_kind(exc)] += 1
-        batch = agree_on_batch(slots_of(cut), missing, min_group_size=1, rule=advantage_rule(settings))
+        batch = agree_on_batch(slots_of(cut), missing, advantage_rule(settings))
         age = functools.partial(_age, cut)
         rows, ages = build_rows(
             trajectories,

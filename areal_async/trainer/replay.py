@@ -124,7 +124,7 @@ class Replay:
         self._refuse(recorded)
         slots = [slot_of(one) for one in recorded]
         # Groups that had too few siblings were not trained, so they are not archived.
-        batch = agree_on_batch(slots, (), min_group_size=1, rule=advantage_rule(self._settings))
+        batch = agree_on_batch(slots, (), advantage_rule(self._settings))
         mine = self._shards.own_slots(slots)
         positions = {slot.position for slot in mine}
         shard = RankShard(

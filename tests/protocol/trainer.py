@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from areal_async.algorithms.advantages import AdvantageRule
 from areal_async.bus.sweep import settled_prefix
 from areal_async.errors import PipelineError
 from areal_async.protocol.journal import Journal
@@ -24,7 +25,7 @@ from areal_async.trainer.batch.cut import RetryLater, Settle, StreamRoom, Write
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.payloads import BatchSlot, slots_of
 from areal_async.trainer.batch.planner import BatchPlanner
-from areal_async.trainer.batch.step import part_usable
+from areal_async.trainer.batch.step import agree_on_batch
 from tests.protocol.broker import NAMES, effect, idle
 
 if TYPE_CHECKING:
@@ -173,11 +174,11 @@ class TrainerModel:
         config = self.world.config
         if config.max_staleness > 0:
             self._allow(cut.step + 1)
-        groups, unusable = part_usable(slots, missing, min_group_size=config.min_group_size)
-        if unusable:
-            await self._settle(unusable, OutcomeKind.FAILED, reason="payloads are gone", step=cut.step)
+        batch = agree_on_batch(slots, missing, AdvantageRule(std="none"), min_size=lambda _: config.min_group_size)
+        if batch.unusable:
+            await self._settle(batch.unusable, OutcomeKind.FAILED, reason="payloads are gone", step=cut.step)
         await effect()
-        used = [placed for group in groups for placed in group]
+        used = batch.slots
         self.world.oracle.on_train(cut, start=self.content, slots=used, step=cut.step)
         self.step = cut.step
         self.content = (*self.content, frozenset(placed.item.slot.sample_uid for placed in used))

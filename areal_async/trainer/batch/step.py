@@ -89,53 +89,34 @@ class AgreedBatch:
         return len({slot.group_id for slot in self.slots})
 
 
-def part_usable(
-    slots: Sequence[BatchSlot],
-    missing: Iterable[SlotKey],
-    *,
-    min_group_size: int,
-    min_group_sizes: Mapping[str, int] | None = None,
-) -> tuple[list[list[BatchSlot]], list[str]]:
-    """Return the groups that train with the slots that are there, and the names of those left with too few.
-
-    Args:
-        min_group_sizes: workflow -> its own, where it is another.
-    """
-    gone = set(missing)
-    usable, unusable = [], []
-    for group_id, whole in by_group(slots).items():
-        siblings = [slot for slot in whole if slot.key not in gone]
-        if len(siblings) >= (min_group_sizes or {}).get(whole[0].workflow, min_group_size):
-            usable.append(siblings)
-        else:
-            unusable.append(group_id)
-    return usable, unusable
-
-
 def agree_in_run(slots: Sequence[BatchSlot], missing: Iterable[SlotKey], settings: Settings) -> AgreedBatch:
     """Return what every rank of a run trains of a cut of which these slots are missing."""
     return agree_on_batch(
-        slots,
-        missing,
-        min_group_size=settings.rollout.min_group_size,
-        min_group_sizes={task.name: settings.rollout_of(task.name).min_group_size for task in settings.tasks},
-        rule=advantage_rule(settings),
+        slots, missing, advantage_rule(settings), min_size=lambda name: settings.rollout_of(name).min_group_size
     )
 
 
 def agree_on_batch(
     slots: Sequence[BatchSlot],
     missing: Iterable[SlotKey],
-    *,
-    min_group_size: int,
     rule: AdvantageRule,
-    min_group_sizes: Mapping[str, int] | None = None,
+    *,
+    min_size: Callable[[str], int] = lambda workflow: 1,
 ) -> AgreedBatch:
     """Leave out what some rank could not verify, and compute the slots' advantages, within their real groups.
 
     Headers alone decide them, so every rank comes to the same ones.
+
+    Args:
+        min_size: workflow -> siblings below which its groups are not trained.
     """
-    used, unusable = part_usable(slots, missing, min_group_size=min_group_size, min_group_sizes=min_group_sizes)
+    gone, used, unusable = set(missing), list[list[BatchSlot]](), list[str]()
+    for group_id, whole in by_group(slots).items():
+        siblings = [slot for slot in whole if slot.key not in gone]
+        if len(siblings) >= min_size(whole[0].workflow):
+            used.append(siblings)
+        else:
+            unusable.append(group_id)
     slots = [slot for siblings in used for slot in siblings]
     return AgreedBatch(slots=slots, advantages=outcome_advantages(used, rule), unusable=unusable)
 

@@ -65,7 +65,7 @@ def cut_of(*slots: Slot) -> Cut:
 
 
 def rows_of(*slots: Slot) -> tuple[list[TrainRow], dict[str, float | int | str]]:
-    batch = agree_on_batch(slots_of(cut_of(*slots)), [], min_group_size=1, rule=AdvantageRule(std="none"))
+    batch = agree_on_batch(slots_of(cut_of(*slots)), [], AdvantageRule(std="none"))
     rows, ages = build_rows(
         {number: trajectory(one) for number, one in enumerate(slots)},
         advantages=batch.advantages,
@@ -134,7 +134,7 @@ def test_an_uncredited_reply_is_read_and_never_learned(name: str, model: Path, r
 
 def test_credits_come_back_from_the_archive_reply_by_reply(tmp_path: Path) -> None:
     slots = [slot(0, 3.0, 1.0, 0.0), slot(1, plain=1.0)]
-    batch = agree_on_batch(slots_of(cut_of(*slots)), [], min_group_size=1, rule=AdvantageRule(std="none"))
+    batch = agree_on_batch(slots_of(cut_of(*slots)), [], AdvantageRule(std="none"))
     trajectories = {number: trajectory(one) for number, one in enumerate(slots)}
 
     rows, _ = rows_of(*slots)
@@ -150,7 +150,7 @@ def test_credits_come_back_from_the_archive_reply_by_reply(tmp_path: Path) -> No
 
 def test_the_archive_holds_what_was_trained_where_rewards_do_not_say_it(tmp_path: Path) -> None:
     slots = [slot(0, 3.0, 1.0, 0.0), slot(1, plain=1.0), slot(2, plain=1.0)]
-    batch = agree_on_batch(slots_of(cut_of(*slots)), [], min_group_size=1, rule=AdvantageRule(std="none"))
+    batch = agree_on_batch(slots_of(cut_of(*slots)), [], AdvantageRule(std="none"))
     trajectories = {number: trajectory(one) for number, one in enumerate(slots)}
     rows, _ = rows_of(*slots)
     tokens = np.arange(len(TURNS), dtype=np.float32)

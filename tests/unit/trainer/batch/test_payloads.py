@@ -150,13 +150,13 @@ def test_steered_tokens_are_trained_and_counted_and_no_part_of_the_gap() -> None
 
 
 def test_advantages_are_of_the_real_group_and_never_of_a_neighbours() -> None:
-    batch = agree_on_batch(slots_of(_cut([0, 1], [5, 5, 5, 9])), [], min_group_size=2, rule=AdvantageRule(std="none"))
+    batch = agree_on_batch(slots_of(_cut([0, 1], [5, 5, 5, 9])), [], AdvantageRule(std="none"), min_size=lambda _: 2)
 
     assert [batch.advantages[position] for position in range(6)] == [-0.5, 0.5, -1, -1, -1, 3]
 
 
 def test_a_slot_that_no_rank_could_verify_is_left_out_of_its_groups_baseline() -> None:
-    batch = agree_on_batch(slots_of(_cut([0, 1, 1])), [("0-0-0", 0)], min_group_size=2, rule=AdvantageRule(std="none"))
+    batch = agree_on_batch(slots_of(_cut([0, 1, 1])), [("0-0-0", 0)], AdvantageRule(std="none"), min_size=lambda _: 2)
 
     assert batch.advantages == {1: 0.0, 2: 0.0}
     assert batch.unusable == []
@@ -164,7 +164,7 @@ def test_a_slot_that_no_rank_could_verify_is_left_out_of_its_groups_baseline() -
 
 def test_a_group_left_too_small_falls_out_whole() -> None:
     batch = agree_on_batch(
-        slots_of(_cut([0, 1], [2, 3])), [("0-0-0", 1)], min_group_size=2, rule=AdvantageRule(std="none")
+        slots_of(_cut([0, 1], [2, 3])), [("0-0-0", 1)], AdvantageRule(std="none"), min_size=lambda _: 2
     )
 
     assert batch.unusable == ["0-0-0"]
@@ -172,7 +172,7 @@ def test_a_group_left_too_small_falls_out_whole() -> None:
 
 
 def test_batch_metrics_are_over_all_ranks_tokens() -> None:
-    batch = agree_on_batch(slots_of(_cut([0, 1], [1, 1])), [], min_group_size=1, rule=AdvantageRule())
+    batch = agree_on_batch(slots_of(_cut([0, 1], [1, 1])), [], AdvantageRule())
 
     ages = [
         AgeStats(num_tokens=6, total=6, max=1, by_age={1: 6}, temperatures=6.0, num_steered=1),
@@ -192,7 +192,7 @@ def test_rewards_are_told_by_the_age_of_a_trajectorys_oldest_version() -> None:
         replace(one, item=msgspec.structs.replace(one.item, slot=msgspec.structs.replace(one.item.slot, oldest=oldest)))
         for one, oldest in zip(slots_of(_cut([0, 1], [1, 1])), ("1-4", "1-2", "1-2", "1-2"), strict=True)
     ]
-    batch = agree_on_batch(placed, [], min_group_size=1, rule=AdvantageRule())
+    batch = agree_on_batch(placed, [], AdvantageRule())
 
     line = batch_metrics(batch, [], age=lambda version: 4 - version.step)
 
@@ -210,8 +210,8 @@ def _of_two_tasks() -> Cut:
 
 def test_a_task_decides_how_many_siblings_its_groups_train_with() -> None:
     batch = agree_on_batch(
-        slots_of(_of_two_tasks()), [("0-1-0", 0), ("0-0-0", 1)], min_group_size=2, min_group_sizes={"other": 1},
-        rule=AdvantageRule(),
+        slots_of(_of_two_tasks()), [("0-1-0", 0), ("0-0-0", 1)], AdvantageRule(),
+        min_size=lambda workflow: 1 if workflow == "other" else 2,
     )  # fmt: skip
 
     assert batch.unusable == ["0-0-0"]
@@ -219,7 +219,7 @@ def test_a_task_decides_how_many_siblings_its_groups_train_with() -> None:
 
 
 def test_each_of_several_tasks_has_its_own_reward_and_number_of_groups() -> None:
-    batch = agree_on_batch(slots_of(_of_two_tasks()), [], min_group_size=1, rule=AdvantageRule())
+    batch = agree_on_batch(slots_of(_of_two_tasks()), [], AdvantageRule())
 
     def own(*workflows: str) -> dict[str, object]:
         line = batch_metrics(batch, [], workflows=workflows)
@@ -232,7 +232,7 @@ def test_each_of_several_tasks_has_its_own_reward_and_number_of_groups() -> None
 
 
 def test_metrics_of_workflows_are_averaged_over_the_trajectories_that_have_them_on_any_rank() -> None:
-    batch = agree_on_batch(slots_of(_cut([0, 1], [1, 1])), [], min_group_size=1, rule=AdvantageRule())
+    batch = agree_on_batch(slots_of(_cut([0, 1], [1, 1])), [], AdvantageRule())
     shares = [[{"tries": 1.0, "ok": 1.0, "rollout/num_turns": 2.0}, {"tries": 4.0}], [{"tries": 1.0}], []]
 
     line = batch_metrics(batch, [ShardStats(ages=AgeStats(), info=add_up_info(infos)) for infos in shares])
