@@ -10,7 +10,6 @@ The asyncio side waits, the engine's one thread computes. Collectives are called
 rank; which steps exist is decided by the journal alone.
 """
 
-import functools
 import time
 from pathlib import Path
 
@@ -162,10 +161,7 @@ class Trainer:
         """Train the cuts of this lineage, until its journal ends or a stop."""
         send, receive = anyio.create_memory_object_stream[RankShard | None](0)
         async with anyio.create_task_group() as loops:
-            prefetch = functools.partial(
-                self._reader.run_prefetch, first_step=self.step + 1, lineage=self._runner.lineage
-            )
-            loops.start_soon(prefetch, self._runner.fetcher.fetch, send)
+            loops.start_soon(self._reader.run_prefetch, self._runner.fetcher.fetch, send, self.step + 1)
             if self._feed is not None:
                 self._feed.allow(self.step + 1)
                 loops.start_soon(self._feed.run_journal, self.step + 1)

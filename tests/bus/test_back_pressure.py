@@ -105,7 +105,7 @@ class Training:
         step, is_checkpointed = 1, False
         while step <= NUM_STEPS:
             self._feed.allow(step + 1)
-            entry = await self._reader.next_entry(step, lineage=1, is_checkpointed=is_checkpointed)
+            entry = await self._reader.next_entry(step, is_checkpointed=is_checkpointed)
             assert entry is not None
             is_checkpointed = entry.kind is CutKind.CHECKPOINT
             if is_checkpointed:

@@ -64,7 +64,7 @@ class Station:
 
     async def cut(self, step: int) -> Cut:
         with anyio.fail_after(PATIENCE_S):
-            cut = await self.reader.next_entry(step, lineage=self.lineage.number, is_checkpointed=True)
+            cut = await self.reader.next_entry(step, is_checkpointed=True)
         assert cut is not None
         return cut
 
@@ -374,7 +374,7 @@ async def test_before_finished_work_is_given_up_what_is_trained_is_checkpointed(
             await store(node, f"0-{index}-0", [0], group_size=2, version="1-1")
 
         with anyio.fail_after(PATIENCE_S):
-            asked = await station.reader.next_entry(2, lineage=1, is_checkpointed=False)
+            asked = await station.reader.next_entry(2, is_checkpointed=False)
         assert asked is not None
         assert (asked.kind, asked.step) == (CutKind.CHECKPOINT, 1)
         await until(lambda: station.feed.waits_for == "the checkpoint of step 1, which makes room in the stream")
@@ -438,7 +438,7 @@ async def test_a_stop_ends_the_journal_instead_of_waiting_for_a_batch(open_role:
         station.feed.stop()
 
         with anyio.fail_after(PATIENCE_S):
-            assert await station.reader.next_entry(1, lineage=station.lineage.number, is_checkpointed=False) is None
+            assert await station.reader.next_entry(1, is_checkpointed=False) is None
     entries = [
         decode(one.data, Cut) for one in await trainer.read_log(trainer.names.outcomes_stream, trainer.names.cuts)
     ]

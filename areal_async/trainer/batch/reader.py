@@ -21,6 +21,7 @@ class JournalReader:
     def __init__(self, bus: Bus, *, lineage: int, restored_step: int) -> None:
         """Follow it for the trainer of ``lineage``, which begins from the checkpoint of ``restored_step``."""
         self._bus = bus
+        self._lineage = lineage
         self._sequence = 0
         self._changed = anyio.Event()
         self.journal = Journal(own_lineage=lineage, own_step=restored_step)
@@ -39,13 +40,13 @@ class JournalReader:
         while self._sequence < sequence:
             await self._changed.wait()
 
-    async def next_entry(self, step: int, *, lineage: int, is_checkpointed: bool) -> Cut | None:
+    async def next_entry(self, step: int, *, is_checkpointed: bool) -> Cut | None:
         """Wait for what is to be done next: the checkpoint before ``step``, unless it is made, or the cut of ``step``.
 
         The same on every rank: a checkpoint is asked for before the cut is written, or not at all.
         """
+        journal, lineage = self.journal, self._lineage
         while True:
-            journal = self.journal
             if journal.lineage == lineage and step - 1 in journal.checkpoints and not is_checkpointed:
                 return Cut(kind=CutKind.CHECKPOINT, lineage=lineage, step=step - 1)
             cut = journal.cuts.get(step)
@@ -59,14 +60,12 @@ class JournalReader:
         self,
         fetch: Callable[[Cut], Awaitable[RankShard]],
         send: MemoryObjectSendStream[RankShard | None],
-        *,
         first_step: int,
-        lineage: int,
     ) -> None:
         """Hand over what the journal says next: a batch, fetched, or None for a checkpoint before it."""
         async with send:
             step, is_checkpointed = first_step, False
-            while entry := await self.next_entry(step, lineage=lineage, is_checkpointed=is_checkpointed):
+            while entry := await self.next_entry(step, is_checkpointed=is_checkpointed):
                 is_checkpointed = entry.kind is CutKind.CHECKPOINT
                 try:
                     await send.send(None if is_checkpointed else await fetch(entry))
