@@ -5,7 +5,7 @@ It goes the same way in a run, in a replay, and where a failing group is looked 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -34,6 +34,8 @@ from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.stats import StepStats
 from areal_async.trainer.packing.rows import TrainRow
 from areal_async.trainer.step_calls import RunningStep, StepCalls, Values
+
+T = TypeVar("T")
 
 _STEP_BITS = 0xFFFFFFFF
 """Bits of a packed version that hold its step. Versions are compared by step: a replayed one stands in for the lost."""
@@ -163,20 +165,20 @@ class ShardTrainer:
         if self._dims.is_reporting_rank:
             info = add_up_info(one.info for one in trained.trajectories.values())
             own = ShardStats(ages=trained.ages, info=info)
-        every = await self.gather(msgspec.json.encode(own), step=trained.cut.step)
         numbers = batch_metrics(
             batch,
-            [msgspec.json.decode(one, type=ShardStats) for one in every],
+            await self.gather(own, step=trained.cut.step),
             workflows=[task.name for task in self._settings.tasks],
             age=ages_in(trained.cut, lineage),
         )
         return {**numbers, **trained.report.others}
 
-    async def gather(self, payload: bytes, *, step: int) -> list[bytes]:
+    async def gather(self, own: T, *, step: int) -> list[T]:
         """Return what every rank passes before or after this step, by rank. A collective."""
-        ranks = self._dims.all
+        ranks, payload = self._dims.all, msgspec.json.encode(own)
         with wait_graph.on(wait_graph.step(step), "all ranks in", waiter=wait_graph.rank(ranks.rank)):
-            return await self._threads.engine.run(lambda: ranks.gather_bytes(payload))
+            every = await self._threads.engine.run(lambda: ranks.gather_bytes(payload))
+        return [msgspec.json.decode(one, type=type(own)) for one in every]
 
 
 def build_rows(

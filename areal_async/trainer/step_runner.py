@@ -138,8 +138,7 @@ class StepRunner:
     async def exchange(self, shard: RankShard, *, stop: bool) -> dict[SlotKey, str] | None:
         """Return what any rank misses of a cut, each slot with why; None where rank 0 wants to stop. A collective."""
         report = Report(missing=list(shard.missing.items()), stop=stop)
-        every = await self._shards.gather(msgspec.json.encode(report), step=self.step + 1)
-        reports = [msgspec.json.decode(one, type=Report) for one in every]
+        reports = await self._shards.gather(report, step=self.step + 1)
         return None if reports[0].stop else dict(pair for report in reports for pair in report.missing)
 
     # the step
