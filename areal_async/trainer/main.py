@@ -28,8 +28,9 @@ from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
 from areal_async.trainer.health import Health
 from areal_async.trainer.loop import Trainer
+from areal_async.trainer.output.archive import MetricsFile
 from areal_async.trainer.output.broadcast import Broadcaster, address_towards
-from areal_async.trainer.output.checkpointer import Checkpointer, CheckpointSource
+from areal_async.trainer.output.checkpointer import Checkpointer
 from areal_async.trainer.output.publisher import WeightsPublisher
 from areal_async.trainer.output.restoring import choose_checkpoint
 from areal_async.trainer.output.served_weights import ServedWeights, sends_adapter
@@ -61,18 +62,17 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
         stacks.install(stacks.path_for(run_directory, f"trainer-{ranks.rank}"))
         structlog.contextvars.bind_contextvars(rank=ranks.rank)
         engines = Engines.for_run(settings, ranks)
-        writer = CheckpointWriter(ranks)
+        writer = CheckpointWriter(ranks) if settings.trainer.async_checkpoints else None
         interned_names.settle_table()
-        main = functools.partial(
-            _run_rank, settings, run_directory, bus_url, ranks=ranks, engines=engines, writer=writer
-        )
+        main = functools.partial(_run_rank, settings, run_directory.resolve(), bus_url, engines=engines, writer=writer)
         with recording(settings, run_directory, role="trainer", instance=str(ranks.rank)):
             anyio.run(main, backend_options={"use_uvloop": True})
 
 
 async def _run_rank(
-    settings: Settings, run_directory: Path, bus_url: str, *, ranks: Ranks, engines: Engines, writer: CheckpointWriter
+    settings: Settings, run_directory: Path, bus_url: str, *, engines: Engines, writer: CheckpointWriter | None
 ) -> None:
+    ranks = engines.actor.dims.all
     async with (
         open_bus(
             bus_url,
@@ -96,8 +96,8 @@ async def _run_rank(
         thread = EngineThread()
         broadcaster = _broadcaster(settings, lineage, bus_url=bus_url, ranks=ranks)
         publisher = WeightsPublisher(
-            settings.inference,
-            run_directory / "weights",
+            settings=settings.inference,
+            directory=run_directory / "weights",
             weights=ServedWeights(
                 engines.actor, bucket_bytes=settings.inference.bucket_bytes, is_adapter=sends_adapter(settings)
             ),
@@ -109,18 +109,17 @@ async def _run_rank(
         )
         archiving = BackgroundJob(loops)
         checkpointer = Checkpointer(
-            settings,
-            run_directory,
-            rank=ranks.rank,
-            source=CheckpointSource(engines=engines, thread=thread, writer=writer),
+            directory=run_directory,
+            engines=engines,
+            thread=thread,
+            writer=writer,
             archiving=archiving,
             writing=BackgroundJob(loops),
-            lineage=lineage,
             feed=feed,
         )
         runner = StepRunner(
-            settings,
-            run_directory,
+            settings=settings,
+            directory=run_directory,
             bus=bus,
             engines=engines,
             threads=EngineThreads.for_run(settings, ranks, thread),
@@ -129,13 +128,13 @@ async def _run_rank(
             feed=feed,
         )
         trainer = Trainer(
-            settings,
-            run_directory,
+            settings=settings,
             runner=runner,
             publisher=publisher,
             checkpointer=checkpointer,
             reader=reader,
             health=Health(settings.health, bus),
+            metrics_file=MetricsFile(run_directory / "metrics.jsonl"),
             feed=feed,
         )
         if lineage is not None:

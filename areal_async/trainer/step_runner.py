@@ -8,7 +8,7 @@ import functools
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import anyio
@@ -41,43 +41,39 @@ from areal_async.trainer.shards import ShardTrainer, TrainedShard
 log = structlog.get_logger()
 
 
+@dataclass(eq=False, kw_only=True)
 class StepRunner:
     """One rank's engines, as one lineage trains them."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        run_directory: Path,
-        *,
-        bus: Bus,
-        engines: Engines,
-        threads: EngineThreads,
-        archiving: BackgroundJob,
-        lineage: int,
-        feed: BatchFeed | None,
-    ) -> None:
-        """``feed`` is rank 0's alone."""
-        self._settings = settings
-        self._directory = run_directory
-        self._bus = bus
-        self._engines = engines
-        self._thread = threads.engine
-        self._dims = engines.actor.dims
+    settings: Settings
+    directory: Path
+    """The run's."""
+    bus: Bus
+    engines: Engines
+    threads: EngineThreads
+    archiving: BackgroundJob
+    """Writes the batches that were trained."""
+    lineage: int
+    feed: BatchFeed | None
+    """Rank 0's alone."""
+    step: int = field(default=0, init=False)
+    """The newest step that the engines have trained."""
+    culprits_of: int = field(default=0, init=False)
+    """The step whose failing groups are looked for now; 0 for none."""
+    step_settings: Settings = field(init=False)
+    """Settings that the newest step was trained with: the same on every rank."""
+
+    def __post_init__(self) -> None:
+        self.step_settings = self.settings
+        self.ledger = Ledger(Version(self.lineage, 0))
+        self._dims = self.engines.actor.dims
         self._ranks = self._dims.all
-        self._shards = ShardTrainer(settings, engines=engines, threads=threads)
-        self._limits = TrainingLimits(settings, vocab_size=engines.vocab_size)
-        self.fetcher = ShardFetcher(bus, self._limits, own_slots=self._shards.own_slots, lineage=lineage)
-        self._archiving = archiving
-        self._feed = feed
         self.rank = self._ranks.rank
-        self.lineage = lineage
-        self.ledger = Ledger(Version(lineage, 0))
-        self.step = 0
-        """The newest step that the engines have trained."""
-        self.step_settings = settings
-        """Settings that the newest step was trained with: the same on every rank."""
-        self.culprits_of = 0
-        """The step whose failing groups are looked for now; 0 for none."""
+        self._shards = ShardTrainer(self.settings, engines=self.engines, threads=self.threads)
+        self._limits = TrainingLimits(self.settings, vocab_size=self.engines.vocab_size)
+        self.fetcher = ShardFetcher(
+            bus=self.bus, limits=self._limits, own_slots=self._shards.own_slots, lineage=self.lineage
+        )
 
     @property
     def version(self) -> Version:
@@ -86,14 +82,14 @@ class StepRunner:
 
     async def load(self, checkpoint: Path) -> None:
         """Restore the engines. A collective."""
-        ledger = await self._thread.run(lambda: self._engines.load_checkpoint(checkpoint))
+        ledger = await self.threads.engine.run(lambda: self.engines.load_checkpoint(checkpoint))
         self.ledger = Ledger.decode(ledger, what=f"ledger of {checkpoint}")
         self.step = self.ledger.version.step
 
     async def export(self) -> None:
         """Write the final model into the run directory. A collective."""
         with self.waiting(wait_graph.checkpoint(self.step), "the export after"):
-            await self._thread.run(lambda: self._engines.actor.export(self._directory))
+            await self.threads.engine.run(lambda: self.engines.actor.export(self.directory))
 
     def check_ledger(self, journal: Journal) -> None:
         """Hold the checkpoint's own list of what it was trained on against the journal.
@@ -120,7 +116,7 @@ class StepRunner:
         if not shard.missing:
             return shard
         wanted = {slot.header.sample_uid: slot for slot in shard.mine if slot.key in shard.missing}
-        look = functools.partial(find_archived, self._directory, cut.step, set(wanted))
+        look = functools.partial(find_archived, self.directory, cut.step, set(wanted))
         archived, missing = await anyio.to_thread.run_sync(look), dict(shard.missing)
         for uid, found in archived.items():
             slot = wanted[uid]
@@ -150,11 +146,11 @@ class StepRunner:
         """
         started, cut = time.monotonic(), shard.cut
         made = Version(self.lineage, cut.step)
-        batch = agree_in_run(shard.slots, missing, self._settings)
-        if self._feed is not None:
+        batch = agree_in_run(shard.slots, missing, self.settings)
+        if self.feed is not None:
             for group_id in batch.unusable:
                 reason = next((why for (name, _), why in missing.items() if name == group_id), "too few of its slots")
-                await self._feed.settle([group_id], OutcomeKind.FAILED, reason=reason, step=cut.step)
+                await self.feed.settle([group_id], OutcomeKind.FAILED, reason=reason, step=cut.step)
         train_since = time.monotonic()
         failpoint("trainer.before_step")
         try:
@@ -186,7 +182,7 @@ class StepRunner:
     async def _archive(self, trained: TrainedShard, batch: AgreedBatch, made: Version) -> None:
         write = functools.partial(
             write_archive,
-            self._directory / "trajectories",
+            self.directory / "trajectories",
             made=made,
             cut=trained.cut,
             rank=self._dims.data.rank,
@@ -195,7 +191,7 @@ class StepRunner:
             advantages=batch.advantages,
             rows=trained.report.rows,
         )
-        await self._archiving.start(lambda: anyio.to_thread.run_sync(write))
+        await self.archiving.start(lambda: anyio.to_thread.run_sync(write))
 
     # a step that fails
 
@@ -213,10 +209,10 @@ class StepRunner:
         for group_id, why in found.items():
             log.warning("group.given_up", step=cut.step, group_id=group_id, reason=why)
             reason = f"the step fails with it: {why}"
-            if self._feed is not None:
-                await self._feed.settle([group_id], OutcomeKind.FAILED, reason=reason, step=cut.step)
+            if self.feed is not None:
+                await self.feed.settle([group_id], OutcomeKind.FAILED, reason=reason, step=cut.step)
             else:
-                await fail_group(self._bus, self._settings, cut, group_id, reason=reason, lineage=self.lineage)
+                await fail_group(self.bus, self.settings, cut, group_id, reason=reason, lineage=self.lineage)
 
     async def _find_culprits(
         self, shard: RankShard, missing: Mapping[SlotKey, str], groups: Sequence[str], why: str
@@ -233,7 +229,7 @@ class StepRunner:
         with anyio.move_on_after(self._ranks.deadline_s / 2):
             whole = await self.fetch_again(shard.cut, is_whole=True)
             material = Material.of(whole, [*missing, *whole.missing], start=self.version)
-            async with aclosing(Alone(self._directory, material)) as alone:
+            async with aclosing(Alone(self.directory, material)) as alone:
                 return await find_culprits(groups, why, alone.attempt)
         return {}
 

@@ -48,7 +48,7 @@ class BatchFeed:
         """``journal``: read through the entry that begins the lineage."""
         self._bus = bus
         self._settings = settings
-        self._lineage = lineage
+        self.lineage = lineage
         self.planner: BatchPlanner[Delivery] = BatchPlanner(settings, journal, lineage=lineage.number)
         self._sweep = bus.sweep(bus.names.trajectories_stream, is_newest=lineage.is_newest)
         self._limits = TrainingLimits(settings)
@@ -83,7 +83,7 @@ class BatchFeed:
 
         Their groups are abandoned, to be admitted again, and ages count on both sides of that step from now on.
         """
-        await self._lineage.write_cut(self.planner.branch(after_step=after_step))
+        await self.lineage.write_cut(self.planner.branch(after_step=after_step))
         for step, groups in self.planner.give_up_cuts(after_step=after_step).items():
             what = f"its cut of step {step} could not be replayed"
             reason = f"{what}: {why}" if step == after_step + 1 else f"{what}: that of step {after_step + 1} could not"
@@ -111,7 +111,7 @@ class BatchFeed:
     async def run_inbox(self) -> None:
         """Read trajectory headers until cancelled."""
         names, caught_up = self._bus.names, self._caught_up["inbox"]
-        async with self._bus.consume(names.trajectories_stream, names.trainer_consumer(self._lineage.number)) as inbox:
+        async with self._bus.consume(names.trajectories_stream, names.trainer_consumer(self.lineage.number)) as inbox:
             while True:
                 deliveries = await inbox.fetch(INBOX_BATCH, wait_s=2.0 if caught_up.is_set() else 0.5)
                 for delivery in deliveries:
@@ -161,7 +161,7 @@ class BatchFeed:
                         await self.settle(group_ids, kind, reason=reason, step=planner.step)
                     case Write(entry):
                         with spans.cut(entry, planner.messages.deliveries):
-                            await self._lineage.write_cut(entry)
+                            await self.lineage.write_cut(entry)
                         planner.note_written(entry)
                         log.info(
                             "journal.written",
@@ -192,9 +192,9 @@ class BatchFeed:
         ticket = await self._bus.decode(message, Ticket)
         if ticket is None:
             return False
-        if Version.parse(ticket.version).lineage > self._lineage.number:
+        if Version.parse(ticket.version).lineage > self.lineage.number:
             await self._bus.dead_letter(
-                message, f"got version {ticket.version}, newer than lineage {self._lineage.number}"
+                message, f"got version {ticket.version}, newer than lineage {self.lineage.number}"
             )
             return False
         return self.planner.add_ticket(ticket)
@@ -222,8 +222,8 @@ class BatchFeed:
             raise WireError(f"got slots of {message.workflow} {message.group_id} on {delivery.subject}")
         versions = [message.ticket_version, *(slot.newest for slot in message.slots)]
         newest = max(map(Version.parse, versions))
-        if newest.lineage > self._lineage.number:
-            raise WireError(f"got slots of version {newest}, newer than lineage {self._lineage.number}")
+        if newest.lineage > self.lineage.number:
+            raise WireError(f"got slots of version {newest}, newer than lineage {self.lineage.number}")
 
     async def _give_up_group_of(self, delivery: Delivery, reason: str) -> None:
         """End the group whose slots cannot be read: its ticket may be gone, so nobody else would."""

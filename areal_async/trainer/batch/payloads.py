@@ -99,33 +99,26 @@ def shard_of(
     return sorted(mine, key=lambda slot: slot.position)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ShardFetcher:
     """Fetches the cuts of one lineage, a shard of each."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        limits: TrainingLimits,
-        *,
-        own_slots: Callable[[Sequence[BatchSlot]], list[BatchSlot]],
-        lineage: int,
-    ) -> None:
-        """``own_slots`` tells this rank's slots of a batch."""
-        self._bus = bus
-        self._limits = limits
-        self._own_slots = own_slots
-        self._lineage = lineage
+    bus: Bus
+    limits: TrainingLimits
+    own_slots: Callable[[Sequence[BatchSlot]], list[BatchSlot]]
+    """Tells this rank's slots of a batch."""
+    lineage: int
 
     async def fetch(self, cut: Cut, *, is_whole: bool = False) -> RankShard:
         """Fetch this rank's shard of a cut, or the whole of it."""
         slots = slots_of(cut)
-        mine = slots if is_whole else self._own_slots(slots)
+        mine = slots if is_whole else self.own_slots(slots)
         with (
             wait_graph.on(wait_graph.BROKER, "the payloads, from", waiter=wait_graph.cut(cut.step)),
-            spans.part_of_step(Version(self._lineage, cut.step), "fetch", num_slots=len(mine)),
+            spans.part_of_step(Version(self.lineage, cut.step), "fetch", num_slots=len(mine)),
         ):
-            check = functools.partial(self._limits.check_trajectory, cut=cut, lineage=self._lineage)
-            trajectories, missing = await fetch(self._bus, mine, check)
+            check = functools.partial(self.limits.check_trajectory, cut=cut, lineage=self.lineage)
+            trajectories, missing = await fetch(self.bus, mine, check)
         return RankShard(cut=cut, slots=slots, mine=mine, trajectories=trajectories, missing=missing)
 
 

@@ -11,6 +11,7 @@ rank takes part in the whole gathering.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
@@ -42,35 +43,24 @@ REPAIR_POLL_S = 2.0
 log = structlog.get_logger()
 
 
+@dataclass(eq=False, kw_only=True)
 class WeightsPublisher:
     """One rank's part in publishing versions."""
 
-    def __init__(
-        self,
-        settings: InferenceSettings,
-        directory: Path,
-        *,
-        weights: ServedWeights,
-        thread: EngineThread,
-        writing: BackgroundJob,
-        bus: Bus,
-        lineage: Lineage | None,
-        broadcaster: Broadcaster | None,
-    ) -> None:
-        """Publish ``weights``, which are gathered in ``thread`` and written into ``directory`` by ``writing``.
-
-        ``lineage`` is rank 0's alone; ``broadcaster`` as well, and None where weights travel by disk alone.
-        """
-        self._directory = directory
-        self._weights = weights
-        self._thread = thread
-        self._writing = writing
-        self._bus = bus
-        self._lineage = lineage
-        self._broadcaster = broadcaster
-        # A server may need all of it to start, and as much again to load.
-        self._server_deadline_s = 2 * settings.start_deadline_s
-        self._newest: WeightsVersion | None = None
+    settings: InferenceSettings
+    directory: Path
+    """Where versions are written."""
+    weights: ServedWeights
+    thread: EngineThread
+    """In which they are gathered."""
+    writing: BackgroundJob
+    """Writes them."""
+    bus: Bus
+    lineage: Lineage | None
+    """Rank 0's alone."""
+    broadcaster: Broadcaster | None
+    """Rank 0's alone; None where weights travel by disk alone."""
+    _newest: WeightsVersion | None = field(default=None, init=False)
 
     async def publish(self, version: Version) -> None:
         """Make the weights as they are now the newest. Every rank calls it; none may train until it returns."""
@@ -79,14 +69,14 @@ class WeightsPublisher:
         if group is not None:
             tensors = await self._broadcast(version, group)
         else:
-            tensors = await self._thread.run(self._weights.gather)
-        lineage = self._lineage
+            tensors = await self.thread.run(self.weights.gather)
+        lineage = self.lineage
         if lineage is not None:
-            await self._writing.start(lambda: self._keep(version, tensors, lineage))
+            await self.writing.start(lambda: self._keep(version, tensors, lineage))
 
     async def finish(self) -> None:
         """Wait until the newest version is on disk, and announced so."""
-        await self._writing.finish()
+        await self.writing.finish()
 
     async def run_repairs(self) -> None:
         """End this trainer where servers cannot load the newest version since its files are not what was written.
@@ -115,8 +105,8 @@ class WeightsPublisher:
     async def announce_final(self) -> None:
         """Say that the newest version is the run's last."""
         await self.finish()
-        if self._lineage is not None and self._newest is not None:
-            await self._lineage.announce(msgspec.structs.replace(self._newest, final=True))
+        if self.lineage is not None and self._newest is not None:
+            await self.lineage.announce(msgspec.structs.replace(self._newest, final=True))
 
     async def wait_until_held(self, version: Version, *, should_stop: Callable[[], bool]) -> None:
         """Wait until every unfenced server holds ``version``: nothing older is sampled from now on.
@@ -124,9 +114,11 @@ class WeightsPublisher:
         Raises:
             PipelineError: they had time enough to start and to load it, twice over.
         """
-        if self._lineage is None:
+        if self.lineage is None:
             return
-        ends_at = anyio.current_time() + self._server_deadline_s
+        # A server may need all of it to start, and as much again to load.
+        deadline_s = 2 * self.settings.start_deadline_s
+        ends_at = anyio.current_time() + deadline_s
         while not should_stop():
             servers = await self._servers()
             held = [state.version for state, _ in servers.values() if not state.fenced]
@@ -134,29 +126,29 @@ class WeightsPublisher:
                 return
             if anyio.current_time() > ends_at:
                 raise PipelineError(
-                    f"weights {version}: not held by every server within {self._server_deadline_s:g} s: "
+                    f"weights {version}: not held by every server within {deadline_s:g} s: "
                     f"{_laggards(servers, version)}; see their logs, or raise inference.start_deadline_s"
                 )
             await anyio.sleep(SERVER_POLL_S)
 
     async def _servers(self) -> dict[str, tuple[ServerState, int]]:
-        entries = await self._bus.entries("server.", ServerState)
+        entries = await self.bus.entries("server.", ServerState)
         return {state.server_id: (state, revision) for state, revision in entries.values()}
 
     async def _open_group(self, version: Version) -> UpdateGroup | None:
         """Have the servers join, where there are any: they do when they read of it."""
-        if self._broadcaster is None or self._lineage is None:
+        if self.broadcaster is None or self.lineage is None:
             return None
         servers = await self._servers()
-        group = await anyio.to_thread.run_sync(self._broadcaster.open, servers.values())
+        group = await anyio.to_thread.run_sync(self.broadcaster.open, servers.values())
         if group is not None:
-            await self._lineage.announce(
-                WeightsVersion(version=str(version), kind=DISTRIBUTED, group=group, buckets=self._weights.buckets)
+            await self.lineage.announce(
+                WeightsVersion(version=str(version), kind=DISTRIBUTED, group=group, buckets=self.weights.buckets)
             )
         return group
 
     async def _broadcast(self, version: Version, group: UpdateGroup) -> dict[str, Tensor]:
-        broadcaster = self._broadcaster
+        broadcaster = self.broadcaster
         assert broadcaster is not None
         started = time.monotonic()
         is_through = False
@@ -167,7 +159,7 @@ class WeightsPublisher:
                         wait_graph.publication(str(version)), map(wait_graph.server, group.ranks), "the broadcast to"
                     )
                     watch.start_soon(self._run_watch, broadcaster)
-                    tensors = await self._thread.run(lambda: self._weights.gather(send=broadcaster.send))
+                    tensors = await self.thread.run(lambda: self.weights.gather(send=broadcaster.send))
                     is_through = True
                     watch.cancel_scope.cancel()
         finally:
@@ -192,9 +184,9 @@ class WeightsPublisher:
 
     async def _keep(self, version: Version, tensors: dict[str, Tensor], lineage: Lineage) -> None:
         """Write the copy that any server can load, now or later, and say where it is."""
-        self._newest = await anyio.to_thread.run_sync(self._weights.write, tensors, version, self._directory)
+        self._newest = await anyio.to_thread.run_sync(self.weights.write, tensors, version, self.directory)
         await lineage.announce(self._newest)
-        await anyio.to_thread.run_sync(keep_newest, self._directory, NUM_KEPT_WEIGHTS)
+        await anyio.to_thread.run_sync(keep_newest, self.directory, NUM_KEPT_WEIGHTS)
 
 
 def _laggards(servers: dict[str, tuple[ServerState, int]], version: Version) -> str:

@@ -4,13 +4,11 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint as yield_once
 
-from areal_async.config.settings import Settings
 from areal_async.errors import PipelineError
 from areal_async.process.atomic_folders import finish
 from areal_async.protocol.types import Version
@@ -21,7 +19,7 @@ from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.dims import local_shard
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
-from areal_async.trainer.output.checkpointer import Checkpointer, CheckpointSource
+from areal_async.trainer.output.checkpointer import Checkpointer
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows
 
 pytestmark = pytest.mark.anyio
@@ -45,19 +43,17 @@ class Station:
         finish(partial, directory)
 
     @asynccontextmanager
-    async def open(self, **trainer: Any) -> AsyncIterator[Checkpointer]:
-        settings = Settings.model_validate({"trainer": trainer})
+    async def open(self, *, is_async: bool = True) -> AsyncIterator[Checkpointer]:
         async with anyio.create_task_group() as tasks:
             archiving = BackgroundJob(tasks)
             await archiving.start(self.is_archived.wait)
             yield Checkpointer(
-                settings,
-                self.directory,
-                rank=0,
-                source=CheckpointSource(engines=Engines(actor=self.engine), thread=EngineThread(), writer=self.writer),
+                directory=self.directory,
+                engines=Engines(actor=self.engine),
+                thread=EngineThread(),
+                writer=self.writer if is_async else None,
                 archiving=archiving,
                 writing=BackgroundJob(tasks),
-                lineage=None,
                 feed=None,
             )
             self.is_archived.set()
@@ -146,7 +142,7 @@ async def test_a_checkpoint_that_cannot_be_written_ends_the_trainer_with_its_cau
 async def test_without_copies_a_step_waits_for_the_whole_writing(station: Station) -> None:
     station.is_archived.set()
     station.may_end.set()
-    async with station.open(async_checkpoints=False) as checkpointer:
+    async with station.open(is_async=False) as checkpointer:
         await checkpointer.start(Version(1, 1), b"")
 
         assert station.folders() == ["1-1"]

@@ -55,8 +55,8 @@ async def publishing(
     broadcaster = Broadcaster(prefix=f"test-{lineage.number}", address="127.0.0.1", backend=GLOO, deadline_s=DEADLINE_S)
     async with anyio.create_task_group() as tasks:
         yield WeightsPublisher(
-            settings,
-            directory / "weights",
+            settings=settings,
+            directory=directory / "weights",
             weights=ServedWeights(engine, bucket_bytes=settings.bucket_bytes, is_adapter=sends_adapter),
             thread=EngineThread(),
             writing=BackgroundJob(tasks),
