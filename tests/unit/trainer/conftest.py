@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from tests.unit.trainer.models import save_model
 from tests.unit.trainer.rank_workers import RankWorkers
 
@@ -13,9 +13,8 @@ from tests.unit.trainer.rank_workers import RankWorkers
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Return the only rank of a trainer."""
-    ranks = join_ranks(deadline_s=100.0)
-    yield ranks
-    ranks.close()
+    with joined_ranks(deadline_s=100.0) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from areal_async.trainer.engine.parallel.ranks import Ranks, is_of_peers
 
 def miss_a_peer(ranks: Ranks) -> bool:
     """Say on the first rank of what its collective raised whether that was a peer's."""
-    ranks.barrier()
+    ranks.all_agree(True)
     if ranks.rank == 1:
         os._exit(0)
     try:

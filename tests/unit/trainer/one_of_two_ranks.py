@@ -70,7 +70,7 @@ def _write_beside_steps(directory: Path, engine: FsdpEngine, rows: list[TrainRow
         writing.start()
         for _ in range(3):
             engine.train_step(rows, step=step, total_steps=4)
-            ranks.barrier()
+            ranks.all_agree(True)
         writing.join()
         ledgers.append(engine.load_checkpoint(directory / str(step)).decode())
         loaded = {name: float(tensor.norm()) for name, tensor in engine.full_parameters().items()}

@@ -14,7 +14,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from areal_async.process.host import LOOPBACK, free_port
-from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -107,7 +107,7 @@ def _be_a_rank(environment: Mapping[str, str], pipe: Connection, log: str) -> No
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), number)
     os.chdir(ROOT)
     os.environ.update(environment)
-    ranks = join_ranks(deadline_s=200.0)
-    while True:
-        work, given, named = pipe.recv()
-        pipe.send(work(ranks, *given, **named))
+    with joined_ranks(deadline_s=200.0) as ranks:
+        while True:
+            work, given, named = pipe.recv()
+            pipe.send(work(ranks, *given, **named))

@@ -19,7 +19,7 @@ from areal_async.errors import PipelineError, leaves_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """This process among its peers. Make it with ``join_ranks``."""
+    """This process among its peers. Make it with ``joined_ranks``."""
 
     rank: int
     size: int
@@ -57,10 +57,6 @@ class Ranks:
         dist.all_gather(buffers, own, group=self.control)
         return [buffer[:count].numpy().tobytes() for buffer, count in zip(buffers, counts, strict=True)]
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.all_agree(True)
-
     def reduce(self, values_N: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> torch.Tensor:
         """Return the values reduced over the ranks; for the thread that trains."""
         if self.size > 1:
@@ -93,10 +89,6 @@ class Ranks:
         """
         return replace(self, control=dist.new_group(backend="gloo", timeout=timedelta(seconds=self.deadline_s)))
 
-    def close(self) -> None:
-        """Leave the process group."""
-        dist.destroy_process_group()
-
 
 def is_of_peers(error: BaseException) -> bool:
     """Say whether a collective has failed, for want of a peer: what went wrong, if anything did, is its to tell."""
@@ -104,8 +96,9 @@ def is_of_peers(error: BaseException) -> bool:
     return any(isinstance(one, dist.DistError) or (type(one) is RuntimeError and "gloo" in str(one)) for one in leaves)
 
 
-def join_ranks(*, deadline_s: float, num_threads: int = 1) -> Ranks:
-    """Join the ranks that the environment names as torchrun does, or stand alone where it names none.
+@contextmanager
+def joined_ranks(*, deadline_s: float, num_threads: int = 1) -> Iterator[Ranks]:
+    """Join the ranks that the environment names as torchrun does, or stand alone, for as long as the block runs.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Takes this rank's GPU where there is one.
 
@@ -136,14 +129,7 @@ def join_ranks(*, deadline_s: float, num_threads: int = 1) -> Ranks:
         control = dist.new_group(backend="gloo", timeout=deadline)
     except (RuntimeError, ValueError) as exc:
         raise PipelineError(f"trainer rank {rank} of {size}: could not join its peers: {exc}") from exc
-    return Ranks(rank=rank, size=size, device=device, deadline_s=deadline_s, control=control)
-
-
-@contextmanager
-def joined_ranks(*, deadline_s: float, num_threads: int = 1) -> Iterator[Ranks]:
-    """Join the ranks for as long as the block runs."""
-    ranks = join_ranks(deadline_s=deadline_s, num_threads=num_threads)
     try:
-        yield ranks
+        yield Ranks(rank=rank, size=size, device=device, deadline_s=deadline_s, control=control)
     finally:
-        ranks.close()
+        dist.destroy_process_group()
