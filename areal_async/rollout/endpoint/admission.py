@@ -16,7 +16,7 @@ from typing import Self
 from starlette.types import Receive, Scope
 
 from areal_async.process.http_server import HEAD_DEADLINE_S, MAX_CONNECTIONS
-from areal_async.rollout.endpoint.calls import Refusal
+from areal_async.rollout.endpoint.refusals import Refusal
 
 CONNECTIONS_PER_SESSION = 4
 """All connections over those that one trajectory's requests may take."""

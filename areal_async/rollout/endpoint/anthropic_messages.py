@@ -14,11 +14,8 @@ import msgspec
 from areal_async.rollout.endpoint.calls import (
     ApiExchange,
     CompletionRequest,
-    ErrorAnswer,
     Finish,
     Form,
-    Refusal,
-    RefusalKind,
     ReportedReply,
     ToolChoice,
     named_event,
@@ -32,29 +29,17 @@ from areal_async.rollout.endpoint.content import (
     chosen_tools,
     function_call,
     function_tool,
-    refuse_if,
     text_of,
     tool_result,
     with_named_results,
 )
 from areal_async.rollout.endpoint.extras import Extras, form_of, sampling_of
 from areal_async.rollout.endpoint.reading import Unsupported, read
+from areal_async.rollout.endpoint.refusals import Refusal, anthropic_error, refuse_if
 
 _STOP_REASON: dict[Finish, str] = {
     "stop": "end_turn", "stop_sequence": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use",
 }  # fmt: skip
-_ERRORS: dict[RefusalKind, tuple[int, str]] = {
-    "bad_request": (400, "invalid_request_error"),
-    "too_long": (400, "invalid_request_error"),
-    "unauthorized": (401, "authentication_error"),
-    "not_found": (404, "not_found_error"),
-    "not_allowed": (405, "invalid_request_error"),
-    "too_large": (413, "request_too_large"),
-    "too_slow": (408, "timeout_error"),
-    "busy": (429, "rate_limit_error"),
-    "unavailable": (529, "overloaded_error"),
-    "internal": (500, "api_error"),
-}
 _UNSAID = ("thinking", "redacted_thinking")
 
 
@@ -268,7 +253,7 @@ class MessagesExchange(ApiExchange):
         return named_event({"type": "message_stop"})
 
     def fail(self, refusal: Refusal) -> bytes:
-        return named_event(error(refusal).body)
+        return named_event(anthropic_error(refusal).body)
 
     def _start(self, block: dict[str, Any]) -> bytes:
         return named_event({"type": "content_block_start", "index": self._num_blocks, "content_block": block})
@@ -279,13 +264,6 @@ class MessagesExchange(ApiExchange):
     def _stop(self) -> bytes:
         self._num_blocks += 1
         return named_event({"type": "content_block_stop", "index": self._num_blocks - 1})
-
-
-def error(refusal: Refusal) -> ErrorAnswer:
-    """Return the answer to a request that is refused."""
-    status, kind = _ERRORS[refusal.kind]
-    body = {"type": "error", "error": {"type": kind, "message": refusal.message}, "request_id": None}
-    return ErrorAnswer(status, body)
 
 
 def _block_start(call: dict[str, Any]) -> dict[str, Any]:

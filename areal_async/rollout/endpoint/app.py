@@ -20,7 +20,14 @@ from starlette.types import Receive, Scope, Send
 
 from areal_async.rollout.endpoint import anthropic_messages, openai_chat, openai_responses
 from areal_async.rollout.endpoint.admission import AdmissionLimits, BodyBudget, announced_bytes, read_body
-from areal_async.rollout.endpoint.calls import ApiExchange, ErrorAnswer, Refusal, Unexpected
+from areal_async.rollout.endpoint.calls import ApiExchange
+from areal_async.rollout.endpoint.refusals import (
+    ErrorAnswer,
+    Refusal,
+    Unexpected,
+    anthropic_error,
+    openai_error,
+)
 from areal_async.rollout.endpoint.session import Session, ended, find_session
 from areal_async.rollout.policy.offload import run_beside
 from areal_async.rollout.user_code.boundary import attributed_to
@@ -48,17 +55,17 @@ class PostRoute(NamedTuple):
 _APIS: Mapping[str, PostRoute] = {
     "chat/completions": PostRoute(
         "OpenAI's Chat Completions",
-        openai_chat.error,
+        openai_error,
         lambda body, session: openai_chat.parse(body, session.unsupported),
     ),
     "responses": PostRoute(
         "OpenAI's Responses",
-        openai_chat.error,
+        openai_error,
         lambda body, session: openai_responses.parse(body, session.history, session.unsupported),
     ),
     "messages": PostRoute(
         "Anthropic's Messages",
-        anthropic_messages.error,
+        anthropic_error,
         lambda body, session: anthropic_messages.parse(body, session.unsupported),
     ),
 }
@@ -206,7 +213,7 @@ def _key(scope: Scope) -> str:
 def _guess_error(scope: Scope) -> ErrorWriter:
     """Return the API of a client that asks for what neither has, or both."""
     names = {name for name, _ in scope["headers"]}
-    return anthropic_messages.error if names.intersection(_ANTHROPIC_HEADERS) else openai_chat.error
+    return anthropic_error if names.intersection(_ANTHROPIC_HEADERS) else openai_error
 
 
 def _check_method(scope: Scope, method: str) -> None:

@@ -7,45 +7,13 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from areal_async.errors import ArealError
+from areal_async.rollout.endpoint.refusals import Refusal
 
-RefusalKind = Literal[
-    "bad_request", "unauthorized", "not_found", "not_allowed", "too_large", "too_long", "too_slow", "busy",
-    "unavailable", "internal",
-]  # fmt: skip
 Finish = Literal["stop", "stop_sequence", "length", "tool_calls"]
 FormKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
 MAX_REPLIES = 64
 """To one request."""
-
-
-class Refusal(ArealError):
-    """A request that is answered with an error of its API."""
-
-    def __init__(self, kind: RefusalKind, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.kind: RefusalKind = kind
-        self.message = message
-        self.param = param
-        """The field at fault, where one is."""
-        self.code = code
-        """The API's own word for this error, where it has one."""
-
-
-class Unexpected(Refusal):
-    """A mistake of ours, found while a request was answered."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("internal", message)
-
-
-class ErrorAnswer(NamedTuple):
-    """A refusal in the words of one API."""
-
-    status: int
-    """The status of HTTP."""
-    body: dict[str, Any]
 
 
 class Form(NamedTuple):

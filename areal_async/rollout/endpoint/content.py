@@ -5,7 +5,8 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
-from areal_async.rollout.endpoint.calls import Refusal, ToolChoice
+from areal_async.rollout.endpoint.calls import ToolChoice
+from areal_async.rollout.endpoint.refusals import Refusal, refuse_if
 
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,128}\Z")]
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -69,16 +70,6 @@ def with_named_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any
         name = names.get(message["tool_call_id"]) if message["role"] == "tool" else None
         named.append({**message, "name": name} if name is not None else message)
     return named
-
-
-def refuse_if(is_wrong: bool, param: str, message: str) -> None:
-    """Refuse a request for one of its fields.
-
-    Raises:
-        Refusal: it is wrong.
-    """
-    if is_wrong:
-        raise Refusal("bad_request", f"{param}: {message}", param=param, code="invalid_value")
 
 
 def chosen_tools(

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from areal_async.rollout.endpoint.calls import Form, FormKind, ToolChoice
-from areal_async.rollout.endpoint.content import refuse_if
+from areal_async.rollout.endpoint.refusals import refuse_if
 from areal_async.rollout.policy.json_size import has_too_many_values
 
 Schema = dict[str, Any] | str

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_async.rollout.endpoint.calls import CompletionRequest, Form, Refusal
+from areal_async.rollout.endpoint.calls import CompletionRequest, Form
+from areal_async.rollout.endpoint.refusals import Refusal
 from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG, THOUGHT_TAG
 
 Format = dict[str, Any]

@@ -15,11 +15,8 @@ from areal_async.rollout.endpoint.calls import (
     MAX_REPLIES,
     ApiExchange,
     CompletionRequest,
-    ErrorAnswer,
     Finish,
     Form,
-    Refusal,
-    RefusalKind,
     ReportedReply,
     TokenLogprob,
     ToolChoice,
@@ -34,30 +31,15 @@ from areal_async.rollout.endpoint.content import (
     chosen_tools,
     function_call,
     function_tool,
-    refuse_if,
     text_of,
     tool_result,
     with_named_results,
 )
 from areal_async.rollout.endpoint.extras import ANY_OBJECT, Extras, form_of, sampling_of
 from areal_async.rollout.endpoint.reading import Unsupported, read
+from areal_async.rollout.endpoint.refusals import Refusal, openai_error, refuse_if
 
 _FINISH: dict[Finish, str] = {"stop": "stop", "stop_sequence": "stop", "length": "length", "tool_calls": "tool_calls"}
-_STATUS: dict[RefusalKind, int] = {
-    "bad_request": 400, "too_long": 400, "unauthorized": 401, "not_found": 404, "not_allowed": 405, "too_slow": 408,
-    "too_large": 413, "busy": 429, "unavailable": 503, "internal": 500,
-}  # fmt: skip
-_CODE: dict[RefusalKind, str] = {
-    "unauthorized": "invalid_api_key",
-    "too_long": "context_length_exceeded",
-    "not_found": "unknown_url",
-    "not_allowed": "method_not_supported",
-    "too_large": "request_too_large",
-    "too_slow": "request_timeout",
-    "busy": "rate_limit_exceeded",
-    "unavailable": "service_unavailable",
-    "internal": "internal_error",
-}
 
 
 class _ChatPart(msgspec.Struct):
@@ -288,7 +270,7 @@ class ChatExchange(ApiExchange):
         return usage + b"data: [DONE]\n\n"
 
     def fail(self, refusal: Refusal) -> bytes:
-        return data_event(error(refusal).body) + b"data: [DONE]\n\n"
+        return data_event(openai_error(refusal).body) + b"data: [DONE]\n\n"
 
     def _chunk(
         self, index: int, delta: dict[str, Any], *, finish_reason: str | None = None, logprobs: Any = None
@@ -298,16 +280,6 @@ class ChatExchange(ApiExchange):
 
     def _event(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
         return data_event({**self._head, "object": "chat.completion.chunk", "choices": choices, **fields})
-
-
-def error(refusal: Refusal) -> ErrorAnswer:
-    """Return the answer to a request that is refused."""
-    status = _STATUS[refusal.kind]
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    kind = "rate_limit_error" if refusal.kind == "busy" else kind
-    code = refusal.code or _CODE.get(refusal.kind)
-    body = {"error": {"message": refusal.message, "type": kind, "param": refusal.param, "code": code}}
-    return ErrorAnswer(status, body)
 
 
 def logprob_items(reply: ReportedReply) -> list[dict[str, Any]]:

@@ -18,7 +18,6 @@ from areal_async.rollout.endpoint.calls import (
     ApiExchange,
     CompletionRequest,
     Form,
-    Refusal,
     ReportedReply,
     ToolChoice,
     named_event,
@@ -31,7 +30,6 @@ from areal_async.rollout.endpoint.content import (
     chosen_tools,
     function_call,
     function_tool,
-    refuse_if,
     text_of,
     tool_result,
     with_named_results,
@@ -39,6 +37,7 @@ from areal_async.rollout.endpoint.content import (
 from areal_async.rollout.endpoint.extras import ANY_OBJECT, Extras, form_of, sampling_of
 from areal_async.rollout.endpoint.openai_chat import logprob_items
 from areal_async.rollout.endpoint.reading import Unsupported, read
+from areal_async.rollout.endpoint.refusals import Refusal, refuse_if
 
 _LOGPROBS = "message.output_text.logprobs"
 _TEXTS = ("input_text", "output_text", "text")

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 import msgspec
 import structlog
 
-from areal_async.rollout.endpoint.calls import Refusal
+from areal_async.rollout.endpoint.refusals import Refusal
 from areal_async.rollout.policy.json_size import MAX_JSON_VALUES, has_too_many_values
 
 T = TypeVar("T")

@@ -23,8 +23,6 @@ from areal_async.rollout.endpoint.calls import (
     ApiExchange,
     CompletionRequest,
     Finish,
-    Refusal,
-    RefusalKind,
     ReportedReply,
     TokenLogprob,
 )
@@ -32,6 +30,7 @@ from areal_async.rollout.endpoint.forms import grammar_of
 from areal_async.rollout.endpoint.memory import Memory
 from areal_async.rollout.endpoint.openai_responses import History
 from areal_async.rollout.endpoint.reading import Unsupported
+from areal_async.rollout.endpoint.refusals import Refusal, RefusalKind
 from areal_async.rollout.endpoint.stream_holdback import StreamHoldback
 from areal_async.rollout.policy.offload import beside_if_long
 from areal_async.rollout.policy.policy import RecordingPolicy

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import xgrammar
 
-from areal_async.rollout.endpoint.calls import CompletionRequest, Form, Refusal, ToolChoice
+from areal_async.rollout.endpoint.calls import CompletionRequest, Form, ToolChoice
 from areal_async.rollout.endpoint.forms import grammar_of
+from areal_async.rollout.endpoint.refusals import Refusal
 from areal_async.rollout.tools.parse import ToolFormat, parse_reply
 
 END = 256

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.rollout.endpoint import anthropic_messages, openai_chat, openai_responses
-from areal_async.rollout.endpoint.calls import ApiExchange, CompletionRequest, Form, Refusal, ReportedReply, ToolChoice
+from areal_async.rollout.endpoint.calls import ApiExchange, CompletionRequest, Form, ReportedReply, ToolChoice
 from areal_async.rollout.endpoint.reading import UNHAD, Unsupported
+from areal_async.rollout.endpoint.refusals import Refusal
 
 Parse = Callable[[bytes], ApiExchange]
 
