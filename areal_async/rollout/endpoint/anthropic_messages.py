@@ -21,11 +21,10 @@ from areal_async.rollout.endpoint.calls import (
     named_event,
 )
 from areal_async.rollout.endpoint.content import (
-    AtLeastZero,
     Count,
     Name,
-    Probability,
     StopString,
+    TextPart,
     chosen_tools,
     function_call,
     function_tool,
@@ -33,9 +32,9 @@ from areal_async.rollout.endpoint.content import (
     tool_result,
     with_named_results,
 )
-from areal_async.rollout.endpoint.extras import Extras, form_of, sampling_of
 from areal_async.rollout.endpoint.reading import Unsupported, read
 from areal_async.rollout.endpoint.refusals import Refusal, anthropic_error, refuse_if
+from areal_async.rollout.endpoint.request import ApiRequest, call_of
 
 _STOP_REASON: dict[Finish, str] = {
     "stop": "end_turn", "stop_sequence": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use",
@@ -43,15 +42,11 @@ _STOP_REASON: dict[Finish, str] = {
 _UNSAID = ("thinking", "redacted_thinking")
 
 
-class _ResultPart(msgspec.Struct):
-    type: str
-    text: str | None = None
+class _ResultPart(TextPart):
     HINTS: ClassVar = ("cache_control", "citations")
 
 
-class _Block(msgspec.Struct):
-    type: str
-    text: str | None = None
+class _Block(TextPart):
     id: str = ""
     name: str = ""
     input: dict[str, Any] | None = None
@@ -89,19 +84,15 @@ class _OutputConfig(msgspec.Struct):
     HINTS: ClassVar = ("effort",)
 
 
-class _MessagesRequest(Extras, kw_only=True):
+class _MessagesRequest(ApiRequest, kw_only=True):
     messages: Annotated[list[_MessagesMessage], msgspec.Meta(min_length=1)]
     max_tokens: Count
     system: str | list[_ResultPart] | None = None
     tools: list[_MessagesTool] | None = None
     tool_choice: _MessagesToolChoice | None = None
     stop_sequences: list[StopString] | None = None
-    stream: bool | None = None
-    temperature: AtLeastZero | None = None
-    top_p: Probability | None = None
     output_config: _OutputConfig | None = None
     output_format: _MessagesFormat | None = None
-    model: str = ""
     HINTS: ClassVar = (
         "metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id", "workspace_id",
         "diagnostics", "speed", "thinking",
@@ -124,30 +115,19 @@ def parse(body: bytes, unsupported: Unsupported) -> "MessagesExchange":
         "messages",
         "the last one is the assistant's, but no beginning can be put into the model's mouth here: end with the user's",
     )
-    tools, choice = _tools(request)
-    call = CompletionRequest(
-        messages=with_named_results(messages),
-        tools=tools,
-        sampling=sampling_of(
-            request,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            max_new_tokens=request.max_tokens,
-            stop=tuple(request.stop_sequences) if request.stop_sequences else None,
-        ),
-        is_streamed=bool(request.stream),
-        choice=choice,
-        form=_form(request, choice),
-    )
-    return MessagesExchange(call, request.model)
-
-
-def _form(request: _MessagesRequest, choice: ToolChoice) -> Form | None:
     config = request.output_config.format if request.output_config else None
     refuse_if(config is not None and request.output_format is not None, "output_format", "got output_config.format too")
-    wanted = config or request.output_format
-    param = "output_format" if request.output_format else "output_config.format"
-    return form_of(request, choice, Form("json_schema", wanted.schema) if wanted else None, param)
+    form = config or request.output_format
+    call = call_of(
+        request,
+        with_named_results(messages),
+        _tools(request),
+        form=Form("json_schema", form.schema) if form else None,
+        form_param="output_format" if request.output_format else "output_config.format",
+        max_new_tokens=request.max_tokens,
+        stop=request.stop_sequences,
+    )
+    return MessagesExchange(call, request.model)
 
 
 def _tools(request: _MessagesRequest) -> tuple[list[dict[str, Any]], ToolChoice]:

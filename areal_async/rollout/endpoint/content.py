@@ -1,7 +1,7 @@
 """What the APIs' messages have in common: parts of text, names of tools, and who is answered by a result. Pure."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 
@@ -10,22 +10,17 @@ from areal_async.rollout.endpoint.refusals import Refusal, refuse_if
 
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,128}\Z")]
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
-Probability = Annotated[float, msgspec.Meta(gt=0, le=1)]
-AtLeastZero = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
-class Part(Protocol):
-    """One part of a message's content."""
+class TextPart(msgspec.Struct):
+    """One part of a message's content. What has no text is refused."""
 
-    @property
-    def type(self) -> str: ...
-
-    @property
-    def text(self) -> str | None: ...
+    type: str
+    text: str | None = None
 
 
-def text_of(content: str | Sequence[Part] | None, *, types: Sequence[str], param: str) -> str:
+def text_of(content: str | Sequence[TextPart] | None, *, types: Sequence[str], param: str) -> str:
     """Return the text of a message's content, its parts on lines of their own.
 
     Raises:

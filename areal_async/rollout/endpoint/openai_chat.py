@@ -23,11 +23,10 @@ from areal_async.rollout.endpoint.calls import (
     data_event,
 )
 from areal_async.rollout.endpoint.content import (
-    AtLeastZero,
     Count,
     Name,
-    Probability,
     StopString,
+    TextPart,
     chosen_tools,
     function_call,
     function_tool,
@@ -35,16 +34,14 @@ from areal_async.rollout.endpoint.content import (
     tool_result,
     with_named_results,
 )
-from areal_async.rollout.endpoint.extras import ANY_OBJECT, Extras, form_of, sampling_of
 from areal_async.rollout.endpoint.reading import Unsupported, read
 from areal_async.rollout.endpoint.refusals import Refusal, openai_error, refuse_if
+from areal_async.rollout.endpoint.request import ANY_OBJECT, ApiRequest, call_of
 
 _FINISH: dict[Finish, str] = {"stop": "stop", "stop_sequence": "stop", "length": "length", "tool_calls": "tool_calls"}
 
 
-class _ChatPart(msgspec.Struct):
-    type: str
-    text: str | None = None
+class _ChatPart(TextPart):
     refusal: str | None = None
     HINTS: ClassVar = ("cache_control", "prompt_cache_breakpoint")
 
@@ -120,23 +117,19 @@ class _ChatFormat(msgspec.Struct):
     format: dict[str, Any] | None = None
 
 
-class _ChatRequest(Extras, kw_only=True):
+class _ChatRequest(ApiRequest, kw_only=True):
     messages: Annotated[list[_ChatMessage], msgspec.Meta(min_length=1)]
     tools: list[_ChatTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | _ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLIES)] | None = None
-    stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    temperature: AtLeastZero | None = None
-    top_p: Probability | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     stop: StopString | list[StopString] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     response_format: _ChatFormat | None = None
-    model: str = ""
     HINTS: ClassVar = (
         "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention", "safety_identifier", "prediction", "reasoning_effort", "verbosity",
@@ -151,24 +144,18 @@ def parse(body: bytes, unsupported: Unsupported) -> "ChatExchange":
     """
     request = read(body, _ChatRequest, unsupported)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
-    tools, choice = _tools(request)
     refuse_if(bool(request.top_logprobs) and not request.logprobs, "top_logprobs", "need logprobs=true beside it")
-    call = CompletionRequest(
-        messages=with_named_results(_messages(request.messages)),
-        tools=tools,
-        sampling=sampling_of(
-            request,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            max_new_tokens=request.max_completion_tokens or request.max_tokens,
-            stop=tuple(stop) if stop else None,
-        ),
+    call = call_of(
+        request,
+        with_named_results(_messages(request.messages)),
+        _tools(request),
+        form=_form(request.response_format),
+        form_param="response_format",
+        max_new_tokens=request.max_completion_tokens or request.max_tokens,
+        stop=stop,
         n=request.n or 1,
-        is_streamed=bool(request.stream),
         wants_logprobs=bool(request.logprobs),
         num_top_logprobs=request.top_logprobs or 0,
-        choice=choice,
-        form=form_of(request, choice, _form(request.response_format), "response_format"),
     )
     wants_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
     return ChatExchange(call, request.model, wants_usage=wants_usage)

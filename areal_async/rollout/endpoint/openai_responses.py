@@ -23,10 +23,9 @@ from areal_async.rollout.endpoint.calls import (
     named_event,
 )
 from areal_async.rollout.endpoint.content import (
-    AtLeastZero,
     Count,
     Name,
-    Probability,
+    TextPart,
     chosen_tools,
     function_call,
     function_tool,
@@ -34,21 +33,21 @@ from areal_async.rollout.endpoint.content import (
     tool_result,
     with_named_results,
 )
-from areal_async.rollout.endpoint.extras import ANY_OBJECT, Extras, form_of, sampling_of
 from areal_async.rollout.endpoint.openai_chat import logprob_items
 from areal_async.rollout.endpoint.reading import Unsupported, read
 from areal_async.rollout.endpoint.refusals import Refusal, refuse_if
+from areal_async.rollout.endpoint.request import ANY_OBJECT, ApiRequest, call_of
 
 _LOGPROBS = "message.output_text.logprobs"
 _TEXTS = ("input_text", "output_text", "text")
+_REPEATED = ("instructions", "max_output_tokens", "model", "previous_response_id", "temperature", "top_p")
+"""Fields of a request that its answer has as they are."""
 
 History = dict[str, list[dict[str, Any]]]
 """Response id -> the conversation that it ended, without instructions, as the agent knows it."""
 
 
-class _ResponsesPart(msgspec.Struct):
-    type: str
-    text: str | None = None
+class _ResponsesPart(TextPart):
     HINTS: ClassVar = ("annotations", "logprobs", "prompt_cache_breakpoint", "cache_control", "parsed")
 
 
@@ -95,22 +94,18 @@ class _Text(msgspec.Struct):
     HINTS: ClassVar = ("verbosity",)
 
 
-class _ResponsesRequest(Extras, kw_only=True):
+class _ResponsesRequest(ApiRequest, kw_only=True):
     input: str | list[_Item] = msgspec.field(default_factory=list)
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[_ResponsesTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | _ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    stream: bool | None = None
-    temperature: AtLeastZero | None = None
-    top_p: Probability | None = None
     max_output_tokens: Count | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     include: list[str] | None = None
     text: _Text | None = None
     store: bool | None = None
-    model: str = ""
     metadata: dict[str, Any] | None = None
     HINTS: ClassVar = (
         "stream_options", "user", "service_tier", "prompt_cache_key", "prompt_cache_options",
@@ -133,36 +128,28 @@ def parse(body: bytes, history: History, unsupported: Unsupported) -> "Responses
         conversation = with_named_results(conversation)
     refuse_if(not conversation, "input", "got nothing, need at least one message")
     instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    tools, choice = _tools(request)
     text_format = (request.text.format if request.text else None) or _ResponsesFormat()
     wants_logprobs = _LOGPROBS in (request.include or ())
     refuse_if(bool(request.top_logprobs) and not wants_logprobs, "top_logprobs", f"need include=[{_LOGPROBS!r}] too")
-    call = CompletionRequest(
-        messages=[*instructions, *conversation],
-        tools=tools,
-        sampling=sampling_of(
-            request, temperature=request.temperature, top_p=request.top_p, max_new_tokens=request.max_output_tokens
-        ),
-        is_streamed=bool(request.stream),
+    call = call_of(
+        request,
+        [*instructions, *conversation],
+        _tools(request),
+        form=_form(text_format),
+        form_param="text.format",
+        max_new_tokens=request.max_output_tokens,
         wants_logprobs=wants_logprobs,
         num_top_logprobs=request.top_logprobs or 0,
-        choice=choice,
-        form=form_of(request, choice, _form(text_format), "text.format"),
     )
     about = {
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
+        **{name: getattr(request, name) for name in _REPEATED},
         "metadata": request.metadata or {},
-        "model": request.model,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": request.previous_response_id,
         "store": request.store is not False,
-        "temperature": request.temperature,
         "text": {"format": _without_nulls(text_format)},
         "tool_choice": _without_nulls(request.tool_choice) or "auto",
         "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in call.tools],
         "top_logprobs": request.top_logprobs or 0,
-        "top_p": request.top_p,
     }
     return ResponsesExchange(call, conversation, about, history)
 

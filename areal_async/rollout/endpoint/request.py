@@ -1,15 +1,16 @@
-"""What servers of open models take in a request beside an API's own fields; SDKs send it as ``extra_body``. Pure.
+"""What a request of any of the three APIs may say, and the call that it asks for. Pure.
 
-The names are those of vLLM and SGLang. They may stand in a request of any of the three APIs.
+Beside what the APIs have in common that is what servers of open models take, by the names of vLLM and SGLang; SDKs send
+it as ``extra_body``.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
-from areal_async.rollout.endpoint.calls import Form, FormKind, ToolChoice
+from areal_async.rollout.endpoint.calls import CompletionRequest, Form, FormKind, ToolChoice
 from areal_async.rollout.endpoint.refusals import refuse_if
 from areal_async.rollout.policy.json_size import has_too_many_values
 
@@ -20,7 +21,10 @@ Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
-_SAME_NAMES = ("top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos")
+_SAME_NAMES = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "ignore_eos",
+)  # fmt: skip
 _FORMS: dict[str, FormKind] = {
     "json_schema": "json_schema", "regex": "regex", "ebnf": "ebnf", "structural_tag": "structural_tag",
     "guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "ebnf",
@@ -41,9 +45,13 @@ class Structured(msgspec.Struct):
     json_object: bool | None = None
 
 
-class Extras(msgspec.Struct, kw_only=True):
-    """The fields."""
+class ApiRequest(msgspec.Struct, kw_only=True):
+    """A request, but for what its API says in a way of its own."""
 
+    model: str = ""
+    stream: bool | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     min_p: Share | None = None
     frequency_penalty: Penalty | None = None
@@ -64,31 +72,51 @@ class Extras(msgspec.Struct, kw_only=True):
     structured_outputs: Structured | None = None
 
 
-def sampling_of(extras: Extras, **own: Any) -> dict[str, Any]:
-    """Return what a request says of its sampling, by the names of ``policy.chat``, with what its API calls otherwise.
+def call_of(
+    request: ApiRequest,
+    messages: list[dict[str, Any]],
+    tools: tuple[list[dict[str, Any]], ToolChoice],
+    *,
+    form: Form | None,
+    form_param: str,
+    max_new_tokens: int | None,
+    stop: Sequence[str] | None = None,
+    **options: Any,
+) -> CompletionRequest:
+    """Return what a request asks for.
+
+    Args:
+        tools: what the model is told of, and what it may call of that.
+        form: what the API's field ``form_param`` says of the answer.
+        options: other fields of the call.
 
     Raises:
-        Refusal: a value is none that can be.
+        Refusal: a value is none that can be, or the request says two things of its answer.
     """
-    refuse_if(extras.top_k == 0, "top_k", "got 0, need -1 or at least 1")
-    wanted = {
-        **own,
-        **{name: getattr(extras, name) for name in _SAME_NAMES},
-        "logit_bias": _biases(extras.logit_bias or {}) or None,
-        "min_new_tokens": extras.min_tokens,
-        "stop_token_ids": tuple(extras.stop_token_ids) if extras.stop_token_ids else None,
+    refuse_if(request.top_k == 0, "top_k", "got 0, need -1 or at least 1")
+    sampling = {
+        **{name: getattr(request, name) for name in _SAME_NAMES},
+        "max_new_tokens": max_new_tokens,
+        "stop": tuple(stop) if stop else None,
+        "logit_bias": _biases(request.logit_bias or {}) or None,
+        "min_new_tokens": request.min_tokens,
+        "stop_token_ids": tuple(request.stop_token_ids) if request.stop_token_ids else None,
     }
-    return {name: value for name, value in wanted.items() if value is not None}
+    described, choice = tools
+    return CompletionRequest(
+        messages=messages,
+        tools=described,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+        is_streamed=bool(request.stream),
+        choice=choice,
+        form=_form_of(request, choice, form, form_param),
+        **options,
+    )
 
 
-def form_of(extras: Extras, choice: ToolChoice, own: Form | None, param: str) -> Form | None:
-    """Return what an answer has to look like; ``own`` is what the API's field ``param`` says of it.
-
-    Raises:
-        Refusal: the request says two things of it.
-    """
+def _form_of(request: ApiRequest, choice: ToolChoice, own: Form | None, param: str) -> Form | None:
     forms = {param: own} if own else {}
-    forms.update(_given(extras))
+    forms.update(_given(request))
     refuse_if(len(forms) > 1, next(reversed(forms), param), f"got {' and '.join(forms)}, need one form of the answer")
     refuse_if(
         choice.is_required and bool(forms.keys() - {param}),
@@ -98,16 +126,16 @@ def form_of(extras: Extras, choice: ToolChoice, own: Form | None, param: str) ->
     return next(iter(forms.values()), None)
 
 
-def _given(extras: Extras) -> Iterator[tuple[str, Form]]:
-    outputs = extras.structured_outputs or Structured()
+def _given(request: ApiRequest) -> Iterator[tuple[str, Form]]:
+    outputs = request.structured_outputs or Structured()
     for name, kind in _FORMS.items():
         owner, _, field = name.rpartition(".")
-        value = getattr(outputs if owner else extras, field)
+        value = getattr(outputs if owner else request, field)
         if value is not None:
             yield name, Form(kind, _object(name, kind, value))
     if outputs.json_object:
         yield "structured_outputs.json_object", ANY_OBJECT
-    for name, choices in (("guided_choice", extras.guided_choice), ("structured_outputs.choice", outputs.choice)):
+    for name, choices in (("guided_choice", request.guided_choice), ("structured_outputs.choice", outputs.choice)):
         if choices is not None:
             refuse_if(not choices or "" in choices, name, "need at least one text, none of them empty")
             yield name, Form("regex", "|".join(f"({_escaped(text)})" for text in choices))
