@@ -27,7 +27,7 @@ from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.text import load_codec
-from areal_async.rollout.user_code.loop_watchdog import LoopWatch
+from areal_async.rollout.user_code.loop_watchdog import LoopWatchdog
 
 MODEL = "configs/models/tiny"
 EVENT_TOKENS = 8
@@ -76,7 +76,7 @@ async def serve(num_trajectories: int, num_turns: int) -> None:
     codec = load_codec(MODEL)
     codec.tool_format = "hermes"
     output_ids = [*codec.encode(f"{TEXT}<tool_call>{CALL}</tool_call>"), codec.stop_token_ids[0]]
-    watch = LoopWatch()
+    watch = LoopWatchdog()
     spare_pauses()
     async with AsyncExitStack() as stack:
         endpoint = await stack.enter_async_context(AgentEndpoint())

@@ -20,7 +20,7 @@ from areal_async.rollout.frozen import serve_frozen
 from areal_async.rollout.policy.text import TextCodec, load_codec
 from areal_async.rollout.trial import TRIAL, Trial
 from areal_async.rollout.user_code.loop_interrupter import LoopInterrupter
-from areal_async.rollout.user_code.loop_watchdog import LoopWatch
+from areal_async.rollout.user_code.loop_watchdog import LoopWatchdog
 from areal_async.rollout.user_code.per_node import given_per_node
 from areal_async.rollout.user_code.source_location import UserCode
 from areal_async.rollout.user_code.workflows import load_workflow, policies_taken
@@ -87,7 +87,7 @@ async def opened_trial(
 @asynccontextmanager
 async def _watched(user_code: UserCode, *, deadline_s: float) -> AsyncIterator[None]:
     """Name what holds up the loop at once, and end it where it does so for as long as a node would bear it."""
-    watch = LoopWatch()
+    watch = LoopWatchdog()
     interrupter = LoopInterrupter(user_code, deadline_s=deadline_s)
     async with anyio.create_task_group() as watching:
         watching.start_soon(watch.run_beats)

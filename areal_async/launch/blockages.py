@@ -7,7 +7,7 @@ import anyio
 
 from areal_async.launch.process_group import Death
 from areal_async.launch.supervisor import Notify
-from areal_async.rollout.user_code.loop_block_report import ENDED_FOR_CULPRIT, BlockageFile, read_all
+from areal_async.rollout.user_code.loop_block_report import ENDED_FOR_CULPRIT, LoopBlockFile, read_all
 
 INTERVAL_S = 0.5
 
@@ -33,7 +33,7 @@ def excuse_for(run_directory: Path, node_id: str) -> Callable[[Death], str | Non
     """Return what excuses a death of this node: it ended itself, and names the slot that it did so for."""
 
     def excuse(death: Death) -> str | None:
-        blockage = BlockageFile(run_directory, node_id).read() if death.status == ENDED_FOR_CULPRIT else None
+        blockage = LoopBlockFile(run_directory, node_id).read() if death.status == ENDED_FOR_CULPRIT else None
         if blockage is None or blockage.work is None:
             return None
         return (

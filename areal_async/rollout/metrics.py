@@ -11,7 +11,7 @@ import msgspec
 from areal_async.bus import serving
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.rollout.node_context import NodeContext
-from areal_async.rollout.user_code.loop_watchdog import LoopWatch
+from areal_async.rollout.user_code.loop_watchdog import LoopWatchdog
 from areal_async.telemetry import wait_graph
 from areal_async.telemetry.exporters.prometheus import exporting
 
@@ -56,12 +56,12 @@ class Pace:
         }
 
 
-async def run_metrics(node: NodeContext, pool: ServerPool, watch: LoopWatch, pace: Pace) -> None:
+async def run_metrics(node: NodeContext, pool: ServerPool, watchdog: LoopWatchdog, pace: Pace) -> None:
     """Report until cancelled, every second and whenever asked. Nobody waits for a report, and a lost one is lost."""
     tokens_per_s = 0.0
 
     def report() -> dict[str, Any]:
-        return {**node_report(node, pool, watch, pace), "tokens_per_s": tokens_per_s}
+        return {**node_report(node, pool, watchdog, pace), "tokens_per_s": tokens_per_s}
 
     async with (
         serving(
@@ -79,7 +79,7 @@ async def run_metrics(node: NodeContext, pool: ServerPool, watch: LoopWatch, pac
             await node.bus.emit(node.bus.names.metrics("node", node.node_id), msgspec.json.encode(report()))
 
 
-def node_report(node: NodeContext, pool: ServerPool, watch: LoopWatch, pace: Pace) -> dict[str, Any]:
+def node_report(node: NodeContext, pool: ServerPool, watchdog: LoopWatchdog, pace: Pace) -> dict[str, Any]:
     """Return the state of the node as it is now."""
     counts = node.counts
     return {
@@ -93,8 +93,8 @@ def node_report(node: NodeContext, pool: ServerPool, watch: LoopWatch, pace: Pac
         "num_dead_letters": node.bus.num_dead_letters,
         "last_failure": counts.last_failure[:200],
         "num_generated_tokens": _num_generated_tokens(node, pool),
-        "loop_lag_p99_s": round(watch.lag.p99_s, 4),
-        "loop_lag_max_s": round(watch.lag.max_s, 4),
+        "loop_lag_p99_s": round(watchdog.lag.p99_s, 4),
+        "loop_lag_max_s": round(watchdog.lag.max_s, 4),
         "servers": server_reports(node, pool, pace),
     }
 

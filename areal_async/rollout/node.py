@@ -29,11 +29,11 @@ from areal_async.rollout.leases import MAX_EVALUATIONS, Leases
 from areal_async.rollout.metrics import Pace, run_metrics, server_reports
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.policy.text import load_codec
-from areal_async.rollout.recovery import RowKey, make_amends
+from areal_async.rollout.recovery import RowKey, recover
 from areal_async.rollout.server_events import server_event
 from areal_async.rollout.server_services import run_server_services
-from areal_async.rollout.user_code.loop_block_report import BlockageFile
-from areal_async.rollout.user_code.loop_watchdog import LoopWatch
+from areal_async.rollout.user_code.loop_block_report import LoopBlockFile
+from areal_async.rollout.user_code.loop_watchdog import LoopWatchdog
 from areal_async.rollout.user_code.per_node import given_per_node
 from areal_async.rollout.user_code.workflows import check_all_taken, load_workflow, policies_taken
 from areal_async.telemetry import wait_graph
@@ -92,8 +92,8 @@ class _Node:
         self._log_directory = run_directory / "logs"
         self._fleet = Fleet(settings, node_id=node_id, log_directory=self._log_directory, publish=self._publish_state)
         self._told: dict[str, ServerState] = {}
-        self._blockage = BlockageFile(run_directory, node_id)
-        self._watch = LoopWatch(deadline_s=settings.rollout.loop_deadline_s, file=self._blockage)
+        self._block_file = LoopBlockFile(run_directory, node_id)
+        self._watchdog = LoopWatchdog(deadline_s=settings.rollout.loop_deadline_s, file=self._block_file)
 
     async def run(self, grace_s: float) -> None:
         settings = self._settings
@@ -138,8 +138,8 @@ class _Node:
                         call_parser=client.call_parser,
                     )
                     pace = Pace()
-                    services.start_soon(self._watch.run_beats)
-                    services.start_soon(run_metrics, place, self._fleet.pool, self._watch, pace)
+                    services.start_soon(self._watchdog.run_beats)
+                    services.start_soon(run_metrics, place, self._fleet.pool, self._watchdog, pace)
                     services.start_soon(
                         run_server_services,
                         self._bus,
@@ -147,8 +147,9 @@ class _Node:
                         partial(server_reports, place, self._fleet.pool, pace),
                     )
                     log.info("node.started", node_id=self._node_id, workflows=sorted(workflows))
-                    ended_rows = await make_amends(place, self._blockage)
-                    with self._watch.watching():  # from here on: importing the tokenizer's library holds everything up
+                    ended_rows = await recover(place, self._block_file)
+                    # Not before: importing the tokenizer's library holds everything up.
+                    with self._watchdog.watching():
                         await self._run_leases(place, ended_rows, grace_s)
                 services.cancel_scope.cancel()
         finally:

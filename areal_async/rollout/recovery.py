@@ -15,7 +15,7 @@ from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.publish import Outbox
 from areal_async.rollout.settled import SettledGroups
 from areal_async.rollout.slots import failed_trajectory, missing_siblings
-from areal_async.rollout.user_code.loop_block_report import HELD_UP, Blockage, BlockageFile
+from areal_async.rollout.user_code.loop_block_report import HELD_UP, LoopBlock, LoopBlockFile
 from areal_async.telemetry import wait_graph
 
 log = structlog.get_logger()
@@ -28,7 +28,7 @@ def row_key(ticket: EvalTicket) -> RowKey:
     return ticket.answer, ticket.attempt
 
 
-async def make_amends(node: NodeContext, file: BlockageFile) -> set[RowKey]:
+async def recover(node: NodeContext, file: LoopBlockFile) -> set[RowKey]:
     """Store what became of the work that held up this node's loop in its earlier life.
 
     consumes:     the file that it left
@@ -39,24 +39,24 @@ async def make_amends(node: NodeContext, file: BlockageFile) -> set[RowKey]:
     Returns:
         Rows of evaluations that have their result and need only be acknowledged.
     """
-    blockage = file.read()
+    block = file.read()
     ended: set[RowKey] = set()
-    if blockage is not None and blockage.work is not None:
-        if blockage.work.ticket is not None:
-            await _store_slots(node, blockage, blockage.work.ticket)
-        if (row := blockage.work.eval_ticket) is not None:
-            result = EvalResult(eval_id=row.eval_id, index=row.index, error=blockage.reason, sample=row.sample)
+    if block is not None and block.work is not None:
+        if block.work.ticket is not None:
+            await _store_slots(node, block, block.work.ticket)
+        if (row := block.work.eval_ticket) is not None:
+            result = EvalResult(eval_id=row.eval_id, index=row.index, error=block.reason, sample=row.sample)
             await publish_result(node, row, result)
             ended.add(row_key(row))
-        log.warning("blockage.recorded", workflow=blockage.work.workflow, slot=blockage.work.name, at=blockage.place)
+        log.warning("blockage.recorded", workflow=block.work.workflow, slot=block.work.name, at=block.place)
     file.remove()
     return ended
 
 
-async def _store_slots(node: NodeContext, blockage: Blockage, ticket: Ticket) -> None:
+async def _store_slots(node: NodeContext, block: LoopBlock, ticket: Ticket) -> None:
     if (await SettledGroups(node.bus).among([ticket]))[0]:
         return
-    siblings = _to_fail(ticket, await stored_messages(node, ticket), blockage)
+    siblings = _to_fail(ticket, await stored_messages(node, ticket), block)
     if not siblings:
         return
     outbox = Outbox(
@@ -68,7 +68,7 @@ async def _store_slots(node: NodeContext, blockage: Blockage, ticket: Ticket) ->
         backpressure=node.backpressure,
         publish_log=node.publish_log,
     )
-    work = blockage.work
+    work = block.work
     for sibling, reason in siblings.items():
         is_culprit = work is not None and sibling == work.sibling
         uid = work.sample_uid if is_culprit and work else f"{ticket.group_id}.{sibling}.{node.node_id}.not_run"
@@ -80,20 +80,18 @@ async def _store_slots(node: NodeContext, blockage: Blockage, ticket: Ticket) ->
         await outbox.run()
 
 
-def _to_fail(ticket: Ticket, stored: list[StoredMessage], blockage: Blockage) -> dict[int, str]:
+def _to_fail(ticket: Ticket, stored: list[StoredMessage], block: LoopBlock) -> dict[int, str]:
     """Return the siblings to store as failed, each with its reason; none where that was done before."""
-    assert blockage.work is not None
+    assert block.work is not None
     slots = [slot for message in stored for slot in message.slots]
-    if any(slot.sample_uid == blockage.work.sample_uid for slot in slots):
+    if any(slot.sample_uid == block.work.sample_uid for slot in slots):
         return {}
     missing = missing_siblings(ticket, stored)
-    if blockage.work.is_whole_group:
-        return dict.fromkeys(missing, blockage.reason)
-    culprit = blockage.work.sibling
-    reasons = {culprit: blockage.reason} if culprit in missing else {}
+    if block.work.is_whole_group:
+        return dict.fromkeys(missing, block.reason)
+    culprit = block.work.sibling
+    reasons = {culprit: block.reason} if culprit in missing else {}
     if any(HELD_UP in slot.reason for slot in slots):
-        others = (
-            f"workflow {ticket.workflow}: not run, as two siblings {HELD_UP} of a node; the last, {blockage.reason}"
-        )
+        others = f"workflow {ticket.workflow}: not run, as two siblings {HELD_UP} of a node; the last, {block.reason}"
         reasons |= {sibling: others for sibling in missing if sibling != culprit}
     return reasons

@@ -10,12 +10,12 @@ from areal_async.launch.process_group import Death
 from areal_async.protocol import wire
 from areal_async.protocol.types import EvalResult, EvalTicket, Outcome, OutcomeKind, Slot, Ticket
 from areal_async.rollout.node_context import NodeContext
-from areal_async.rollout.recovery import make_amends, row_key
+from areal_async.rollout.recovery import recover, row_key
 from areal_async.rollout.user_code.loop_block_report import (
     ENDED_BY_WATCH,
     ENDED_FOR_CULPRIT,
-    Blockage,
-    BlockageFile,
+    LoopBlock,
+    LoopBlockFile,
     Work,
 )
 from tests.brokers import OpenRole, fetch_all, until
@@ -29,8 +29,8 @@ PLACE = "w.py:12 look"
 
 
 @pytest.fixture
-def file(settings: Settings) -> BlockageFile:
-    return BlockageFile(settings.run_directory, "0")
+def file(settings: Settings) -> LoopBlockFile:
+    return LoopBlockFile(settings.run_directory, "0")
 
 
 @pytest.fixture
@@ -45,11 +45,11 @@ async def place(broker: EmbeddedBroker, open_role: OpenRole, settings: Settings)
     )
 
 
-def held_up_by(sibling: int, uid: str = "uid") -> Blockage:
+def held_up_by(sibling: int, uid: str = "uid") -> LoopBlock:
     work = Work(
         workflow="w", name=f"slot 0-3-0.{sibling}", ticket=TICKET, sibling=sibling, sample_uid=f"{uid}.{sibling}"
     )
-    return Blockage(node_id="0", blocked_s=21.4, place=PLACE, work=work)
+    return LoopBlock(node_id="0", blocked_s=21.4, place=PLACE, work=work)
 
 
 async def stored(bus: Bus) -> list[Slot]:
@@ -63,14 +63,14 @@ async def stored(bus: Bus) -> list[Slot]:
 
 
 async def test_the_slot_that_held_up_the_loop_is_stored_as_failed_once(
-    place: NodeContext, file: BlockageFile, open_role: OpenRole
+    place: NodeContext, file: LoopBlockFile, open_role: OpenRole
 ) -> None:
     operator = await open_role(Role.OPERATOR)
     file.write(held_up_by(2))
 
-    assert await make_amends(place, file) == set()
+    assert await recover(place, file) == set()
     file.write(held_up_by(2))  # as if the node had ended before it could remove it
-    await make_amends(place, file)
+    await recover(place, file)
 
     (slot,) = await stored(operator)
     assert (slot.sibling, slot.status, slot.oldest) == (2, "failed", "1-2")
@@ -79,11 +79,11 @@ async def test_the_slot_that_held_up_the_loop_is_stored_as_failed_once(
 
 
 async def test_the_second_sibling_that_does_so_takes_the_rest_of_its_group_along(
-    place: NodeContext, file: BlockageFile, open_role: OpenRole
+    place: NodeContext, file: LoopBlockFile, open_role: OpenRole
 ) -> None:
     for sibling in (2, 0):
         file.write(held_up_by(sibling))
-        await make_amends(place, file)
+        await recover(place, file)
 
     slots = await stored(await open_role(Role.OPERATOR))
     assert [slot.sibling for slot in slots] == [0, 1, 2, 3]
@@ -97,37 +97,37 @@ async def test_the_second_sibling_that_does_so_takes_the_rest_of_its_group_along
 
 
 async def test_a_workflow_of_all_siblings_takes_its_group_along_the_second_time(
-    place: NodeContext, file: BlockageFile, open_role: OpenRole
+    place: NodeContext, file: LoopBlockFile, open_role: OpenRole
 ) -> None:
     for uid in ("first", "second"):
         file.write(held_up_by(0, uid))
-        await make_amends(place, file)
+        await recover(place, file)
 
     slots = await stored(await open_role(Role.OPERATOR))
     assert [(slot.sibling, slot.status) for slot in slots] == [(sibling, "failed") for sibling in range(4)]
 
 
 async def test_nothing_is_stored_for_a_group_that_is_settled(
-    place: NodeContext, file: BlockageFile, open_role: OpenRole
+    place: NodeContext, file: LoopBlockFile, open_role: OpenRole
 ) -> None:
     controller = await open_role(Role.CONTROLLER)
     outcome = Outcome(group_id="0-3-0", kind=OutcomeKind.ABANDONED, lineage=1)
     await controller.publish(place.bus.names.outcomes, outcome, msg_id="outcome")
     file.write(held_up_by(2))
 
-    await make_amends(place, file)
+    await recover(place, file)
 
     assert await stored(await open_role(Role.OPERATOR)) == []
     assert file.read() is None
 
 
 async def test_a_held_out_row_that_does_so_has_its_result_and_need_only_be_acknowledged(
-    place: NodeContext, file: BlockageFile, open_role: OpenRole
+    place: NodeContext, file: LoopBlockFile, open_role: OpenRole
 ) -> None:
     work = Work(workflow="w", name="row 1-2.7", eval_ticket=ROW)
-    file.write(Blockage(node_id="0", blocked_s=20.2, place=PLACE, work=work))
+    file.write(LoopBlock(node_id="0", blocked_s=20.2, place=PLACE, work=work))
 
-    assert await make_amends(place, file) == {row_key(ROW)}
+    assert await recover(place, file) == {row_key(ROW)}
 
     controller = await open_role(Role.CONTROLLER)
     names = controller.names
@@ -139,22 +139,22 @@ async def test_a_held_out_row_that_does_so_has_its_result_and_need_only_be_ackno
     assert "held up the event loop" in result.error
 
 
-async def test_without_a_culprit_there_is_nothing_to_store(place: NodeContext, file: BlockageFile) -> None:
-    assert await make_amends(place, file) == set()
-    file.write(Blockage(node_id="0", blocked_s=20.2, place=PLACE))
+async def test_without_a_culprit_there_is_nothing_to_store(place: NodeContext, file: LoopBlockFile) -> None:
+    assert await recover(place, file) == set()
+    file.write(LoopBlock(node_id="0", blocked_s=20.2, place=PLACE))
 
-    assert await make_amends(place, file) == set()
+    assert await recover(place, file) == set()
     assert file.read() is None
 
 
-async def test_the_user_is_told_of_each_loop_that_stands_still_once(settings: Settings, file: BlockageFile) -> None:
+async def test_the_user_is_told_of_each_loop_that_stands_still_once(settings: Settings, file: LoopBlockFile) -> None:
     told: list[str] = []
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run_blockages, settings.run_directory, told.append)
         await anyio.wait_all_tasks_blocked()
         file.write(held_up_by(2))
         await until(lambda: bool(told))
-        BlockageFile(settings.run_directory, "1").write(Blockage(node_id="1", blocked_s=20.2, place=PLACE))
+        LoopBlockFile(settings.run_directory, "1").write(LoopBlock(node_id="1", blocked_s=20.2, place=PLACE))
         await until(lambda: told[-1].endswith(f"event loop of node 1, at {PLACE}"))
         tasks.cancel_scope.cancel()
 
@@ -172,7 +172,7 @@ async def test_the_user_is_told_of_each_loop_that_stands_still_once(settings: Se
     ],
 )
 def test_only_a_death_for_a_slot_that_is_named_has_an_excuse(
-    settings: Settings, file: BlockageFile, status: int, is_named: bool, is_excused: bool
+    settings: Settings, file: LoopBlockFile, status: int, is_named: bool, is_excused: bool
 ) -> None:
     if is_named:
         file.write(held_up_by(2))

@@ -40,7 +40,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     eval_ticket: EvalTicket | None = None
 
 
-class Blockage(msgspec.Struct, frozen=True, kw_only=True):
+class LoopBlock(msgspec.Struct, frozen=True, kw_only=True):
     """One event loop that stands still."""
 
     node_id: str
@@ -66,18 +66,18 @@ class Blockage(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class BlockageFile:
+class LoopBlockFile:
     """The file of one node."""
 
     def __init__(self, run_directory: Path, node_id: str) -> None:
         self.node_id = node_id
         self._path = run_directory / FOLDER / f"node-{node_id}{SUFFIX}"
 
-    def write(self, blockage: Blockage) -> None:
+    def write(self, block: LoopBlock) -> None:
         """Put it in place of what was there, whole, also after a power cut. Any thread may."""
-        write_whole(self._path, msgspec.json.encode(blockage))
+        write_whole(self._path, msgspec.json.encode(block))
 
-    def read(self) -> Blockage | None:
+    def read(self) -> LoopBlock | None:
         """Return what is there; None where nothing is, or nothing that can be read."""
         return _read(self._path)
 
@@ -86,7 +86,7 @@ class BlockageFile:
         self._path.unlink(missing_ok=True)
 
 
-def read_all(run_directory: Path) -> list[Blockage]:
+def read_all(run_directory: Path) -> list[LoopBlock]:
     """Return what holds up the nodes of this host's run directory."""
     found = [_read(path) for path in sorted((run_directory / FOLDER).glob(f"*{SUFFIX}"))]
     return [one for one in found if one is not None]
@@ -96,8 +96,8 @@ def place_of(file: str, line: int, function: str) -> str:
     return encodable(f"{file}:{line} {function}")
 
 
-def _read(path: Path) -> Blockage | None:
+def _read(path: Path) -> LoopBlock | None:
     try:
-        return decode_json(path.read_bytes(), Blockage, what=path.name)
+        return decode_json(path.read_bytes(), LoopBlock, what=path.name)
     except (OSError, WireError):
         return None

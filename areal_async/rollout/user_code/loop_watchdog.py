@@ -27,8 +27,8 @@ import structlog
 from areal_async.rollout.user_code.loop_block_report import (
     ENDED_BY_WATCH,
     ENDED_FOR_CULPRIT,
-    Blockage,
-    BlockageFile,
+    LoopBlock,
+    LoopBlockFile,
     Work,
     place_of,
 )
@@ -74,10 +74,10 @@ class Look(NamedTuple):
         return late_s > BLOCKED_S and self.worked_s - before.worked_s < late_s / 2
 
 
-class LoopWatch:
+class LoopWatchdog:
     """Measures with ``run_beats``, on the loop; reports blocking while ``watching``. Make it on the loop's thread."""
 
-    def __init__(self, *, deadline_s: float = math.inf, file: BlockageFile | None = None) -> None:
+    def __init__(self, *, deadline_s: float = math.inf, file: LoopBlockFile | None = None) -> None:
         """Take when and what to tell.
 
         Args:
@@ -165,23 +165,23 @@ class LoopWatch:
                 self._forget()
             if blocked_s <= BLOCKED_S:
                 return
-            blockage = self._blockage(frame, blocked_s)
+            block = self._block(frame, blocked_s)
             if beat_s != self._logged_beat_s:
                 self._logged_beat_s = beat_s
-                self._log("warning", "loop.blocked", blockage, frame)
+                self._log("warning", "loop.blocked", block, frame)
             if blocked_s > TOLD_S and beat_s != self._told_beat_s:
                 self._told_beat_s = beat_s
-                self._write(blockage)
+                self._write(block)
             if blocked_s > self._deadline_s:
-                self._write(blockage)
-                self._log("critical", "loop.ended", blockage, frame)
-                os._exit(ENDED_FOR_CULPRIT if blockage.work and self._file else ENDED_BY_WATCH)
+                self._write(block)
+                self._log("critical", "loop.ended", block, frame)
+                os._exit(ENDED_FOR_CULPRIT if block.work and self._file else ENDED_BY_WATCH)
         finally:
             self._looking.release()
 
-    def _blockage(self, frame: FrameType | None, blocked_s: float) -> Blockage:
+    def _block(self, frame: FrameType | None, blocked_s: float) -> LoopBlock:
         node_id = self._file.node_id if self._file else ""
-        return Blockage(node_id=node_id, blocked_s=blocked_s, place=_place(frame), work=self._work())
+        return LoopBlock(node_id=node_id, blocked_s=blocked_s, place=_place(frame), work=self._work())
 
     def _work(self) -> Work | None:
         """Return what the task that stands on the loop is for."""
@@ -189,20 +189,20 @@ class LoopWatch:
         scope = scope_of(task) if task else None
         return scope.work if scope and isinstance(scope.work, Work) else None
 
-    def _log(self, level: str, event: str, blockage: Blockage, frame: FrameType | None) -> None:
-        work = {"workflow": blockage.work.workflow, "slot": blockage.work.name} if blockage.work else {}
+    def _log(self, level: str, event: str, block: LoopBlock, frame: FrameType | None) -> None:
+        work = {"workflow": block.work.workflow, "slot": block.work.name} if block.work else {}
         getattr(log, level)(
             event,
-            blocked_s=round(blockage.blocked_s, 2),
+            blocked_s=round(block.blocked_s, 2),
             **work,
-            place=blockage.place,
+            place=block.place,
             frames=_frames(frame),
         )
 
-    def _write(self, blockage: Blockage) -> None:
+    def _write(self, block: LoopBlock) -> None:
         if self._file is not None:
             try:
-                self._file.write(blockage)
+                self._file.write(block)
             except OSError as exc:  # a full disk: the log has it, and the process is to be ended all the same
                 log.warning("blockage.unwritable", error=str(exc))
 

@@ -14,11 +14,11 @@ import structlog
 from areal_async.rollout.user_code.loop_block_report import (
     ENDED_BY_WATCH,
     ENDED_FOR_CULPRIT,
-    Blockage,
-    BlockageFile,
+    LoopBlock,
+    LoopBlockFile,
     Work,
 )
-from areal_async.rollout.user_code.loop_watchdog import Look, LoopWatch
+from areal_async.rollout.user_code.loop_watchdog import Look, LoopWatchdog
 from tests.brokers import until
 
 REPOSITORY = Path(__file__).parents[4]
@@ -41,7 +41,7 @@ def reports_in(logs: list[Any]) -> list[Any]:
 async def test_blocking_call_is_named_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("areal_async.rollout.user_code.loop_watchdog.BLOCKED_S", 0.1)
     monkeypatch.setattr("areal_async.rollout.user_code.loop_watchdog.BEAT_S", 0.001)
-    watch = LoopWatch()
+    watch = LoopWatchdog()
     with structlog.testing.capture_logs() as logs, watch.watching():
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch.run_beats)
@@ -58,9 +58,9 @@ async def test_blocking_call_is_named_and_measured(monkeypatch: pytest.MonkeyPat
 def test_a_loop_that_stands_still_past_the_deadline_is_ended_with_its_process() -> None:
     program = (
         "import time, anyio\n"
-        "from areal_async.rollout.user_code.loop_watchdog import LoopWatch\n"
+        "from areal_async.rollout.user_code.loop_watchdog import LoopWatchdog\n"
         "async def main():\n"
-        "    watch = LoopWatch(deadline_s=0.2)\n"
+        "    watch = LoopWatchdog(deadline_s=0.2)\n"
         "    with watch.watching():\n"
         "        time.sleep(60)\n"
         "anyio.run(main)\n"
@@ -93,12 +93,12 @@ import asyncio, json, re, sys, time
 from pathlib import Path
 import anyio
 from areal_async.rollout.user_code import loop_watchdog
-from areal_async.rollout.user_code.loop_block_report import BlockageFile, Work
+from areal_async.rollout.user_code.loop_block_report import LoopBlockFile, Work
 from areal_async.rollout.user_code.task_scope import TaskScope
-from areal_async.rollout.user_code.loop_watchdog import LoopWatch
+from areal_async.rollout.user_code.loop_watchdog import LoopWatchdog
 
 loop_watchdog.BLOCKED_S, loop_watchdog.TOLD_S = 0.5, 1.0
-FILE = BlockageFile(Path(sys.argv[1]), "0")
+FILE = LoopBlockFile(Path(sys.argv[1]), "0")
 
 
 def hold_up():
@@ -126,7 +126,7 @@ async def workflow_with_a_callback():
 
 
 async def main():
-    watch = LoopWatch(deadline_s=float(sys.argv[3]), file=FILE)
+    watch = LoopWatchdog(deadline_s=float(sys.argv[3]), file=FILE)
     async with anyio.create_task_group() as tasks:
         with watch.watching():
             tasks.start_soon(watch.run_beats)
@@ -143,7 +143,7 @@ anyio.run(main, backend_options={"use_uvloop": True})
 
 def run_blocked(
     tmp_path: Path, block: str, *, workflow: str = "workflow", deadline_s: float = DEADLINE_S
-) -> tuple["subprocess.CompletedProcess[str]", Blockage | None, Path]:
+) -> tuple["subprocess.CompletedProcess[str]", LoopBlock | None, Path]:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.replace("BLOCK_HERE", block))
     ended = subprocess.run(
@@ -151,42 +151,42 @@ def run_blocked(
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
-    return ended, BlockageFile(tmp_path, "0").read(), program
+    return ended, LoopBlockFile(tmp_path, "0").read(), program
 
 
 @pytest.mark.parametrize("block", ["while True: pass", "time.sleep(60)", 're.match("(a|a)*b", "a" * 60)'])
 def test_what_holds_up_the_loop_is_named_with_its_slot_and_line_and_its_process_ended(
     tmp_path: Path, block: str
 ) -> None:
-    ended, blockage, program = run_blocked(tmp_path, block)
+    ended, found, program = run_blocked(tmp_path, block)
 
     assert ended.returncode == ENDED_FOR_CULPRIT, ended.stderr
-    assert blockage is not None
-    assert blockage.work == Work(workflow="w", name="slot 0-1-0.2")
-    assert blockage.place == f"{program}:16 hold_up"
-    assert blockage.blocked_s >= DEADLINE_S
+    assert found is not None
+    assert found.work == Work(workflow="w", name="slot 0-1-0.2")
+    assert found.place == f"{program}:16 hold_up"
+    assert found.blocked_s >= DEADLINE_S
     assert "loop.blocked" in ended.stdout
 
 
 def test_a_task_that_the_workflow_has_started_is_known_for_its_own(tmp_path: Path) -> None:
-    ended, blockage, _ = run_blocked(tmp_path, "time.sleep(60)", workflow="workflow_with_a_task")
+    ended, found, _ = run_blocked(tmp_path, "time.sleep(60)", workflow="workflow_with_a_task")
 
     assert ended.returncode == ENDED_FOR_CULPRIT, ended.stderr
-    assert blockage is not None
-    assert blockage.work == Work(workflow="w", name="slot 0-1-0.2")
+    assert found is not None
+    assert found.work == Work(workflow="w", name="slot 0-1-0.2")
 
 
 def test_where_nobody_knows_whose_it_is_the_line_is_named_and_the_status_is_another(tmp_path: Path) -> None:
-    ended, blockage, program = run_blocked(tmp_path, "time.sleep(60)", workflow="workflow_with_a_callback")
+    ended, found, program = run_blocked(tmp_path, "time.sleep(60)", workflow="workflow_with_a_callback")
 
     assert ended.returncode == ENDED_BY_WATCH, ended.stderr
-    assert blockage is not None
-    assert (blockage.work, blockage.place) == (None, f"{program}:16 hold_up")
+    assert found is not None
+    assert (found.work, found.place) == (None, f"{program}:16 hold_up")
 
 
-def test_a_loop_that_moves_again_leaves_nothing_to_make_amends_for(tmp_path: Path) -> None:
-    ended, blockage, _ = run_blocked(tmp_path, "while FILE.read() is None: time.sleep(0.01)", deadline_s=100.0)
+def test_a_loop_that_moves_again_leaves_nothing_to_recover(tmp_path: Path) -> None:
+    ended, found, _ = run_blocked(tmp_path, "while FILE.read() is None: time.sleep(0.01)", deadline_s=100.0)
 
     assert ended.returncode == 0, ended.stderr
     assert "loop.blocked" in ended.stdout
-    assert blockage is None
+    assert found is None
