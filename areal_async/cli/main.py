@@ -61,6 +61,10 @@ def _file(sentence: str) -> Argument:
     return _value("file", "FILE.py[:name]", sentence, nargs="?")
 
 
+def _verb(module: str, sentence: str, *arguments: Argument, **traits: bool) -> Verb:
+    return Verb(module, sentence, arguments, **traits)
+
+
 _HELP_SETTINGS = _flag("--help-settings", "list every setting with its default and unit")
 _RUN = _value("--run", "NAME", "name of the run, or its directory", required=True)
 _REMOTE = (
@@ -72,188 +76,165 @@ _BY = _value("--by", "WHO", "for the audit record; else the user and the host")
 _REASON = _value("--reason", "TEXT", "for the audit record")
 _RUN_DIRECTORY = _value("--run-directory", "DIR", "where run left config.yaml and bus/url", required=True)
 _TRIAL_CONFIG = _value("--config", "FILE.yaml", "as for run; the settings of gsm8k where there is none")
+_WORKS = {"takes_settings": True, "goes_on_unheard": True}
+"""What makes something for long, whoever reads what is said of it."""
 
 VERBS = {
-    "run": Verb(
+    "run": _verb(
         "run",
         "train a model with a workflow; a run of that name goes on with the settings that it recorded",
-        (
-            _file("workflow, the settings' own when left out; or the name of a run that is to go on"),
-            _value("--config", "FILE.yaml", "else configs/<stem>.yaml, or <stem>_cpu.yaml without a GPU"),
-            _flag("--fresh", "remove what a run of this name left, and start anew"),
-            _flag("--no-display", "plain lines instead of the live display"),
-            _HELP_SETTINGS,
-        ),
-        takes_settings=True,
-        goes_on_unheard=True,
+        _file("workflow, the settings' own when left out; or the name of a run that is to go on"),
+        _value("--config", "FILE.yaml", "else configs/<stem>.yaml, or <stem>_cpu.yaml without a GPU"),
+        _flag("--fresh", "remove what a run of this name left, and start anew"),
+        _flag("--no-display", "plain lines instead of the live display"),
+        _HELP_SETTINGS,
+        **_WORKS,
     ),
-    "try": Verb(
+    "try": _verb(
         "try_",
         "run a workflow on a few rows without training, and show every token of it",
-        (
-            _file("workflow; must be given"),
-            _TRIAL_CONFIG,
-            _value("--n", "N", "siblings: attempts at each row (1)", type=int, default=1),
-            _value("--index", "I", "first row of the data set to take (0)", type=int, default=0),
-            _value("--prompts", "K", "so many rows from there (1)", type=int, default=1),
-            _value("--row", "JSON", "this row instead of a data set's: '{\"question\": ...}'"),
-            _value(
-                "--server",
-                "URL",
-                "an SGLang server that runs already, or our engine; may be given again; left out, one is started",
-                action="append",
-                default=[],
-            ),
-            _flag("--tokens", "a table of every token: id, mask, logprob, version"),
-            _flag("--json", "one JSON object per trajectory, and nothing else on stdout"),
-            _HELP_SETTINGS,
+        _file("workflow; must be given"),
+        _TRIAL_CONFIG,
+        _value("--n", "N", "siblings: attempts at each row (1)", type=int, default=1),
+        _value("--index", "I", "first row of the data set to take (0)", type=int, default=0),
+        _value("--prompts", "K", "so many rows from there (1)", type=int, default=1),
+        _value("--row", "JSON", "this row instead of a data set's: '{\"question\": ...}'"),
+        _value(
+            "--server",
+            "URL",
+            "an SGLang server that runs already, or our engine; may be given again; left out, one is started",
+            action="append",
+            default=[],
         ),
+        _flag("--tokens", "a table of every token: id, mask, logprob, version"),
+        _flag("--json", "one JSON object per trajectory, and nothing else on stdout"),
+        _HELP_SETTINGS,
         takes_settings=True,
     ),
-    "eval": Verb(
+    "eval": _verb(
         "evaluate",
         "how right answers to held-out rows are: of a model, or of a run",
-        (
-            _file("workflow; or else --run"),
-            _TRIAL_CONFIG,
-            _value("--model", "DIR", "a model folder or hub name; else the settings' model.path"),
-            _value("--server", "URL", "as for try", action="append", default=[]),
-            _value("--run", "NAME", "a run's model instead; a live run evaluates what its servers hold"),
-            _value("--version", "VERSION", "with --run: of that checkpoint, 1-20, or last, or best; else model/"),
-            _value("--limit", "N", "only the first so many rows (eval.limit)", type=int),
-            _value("--samples", "K", "so many sampled answers a row: avg@k, pass@k (eval.samples)"),
-            _flag("--json", "one JSON object per task"),
-            _HELP_SETTINGS,
-        ),
+        _file("workflow; or else --run"),
+        _TRIAL_CONFIG,
+        _value("--model", "DIR", "a model folder or hub name; else the settings' model.path"),
+        _value("--server", "URL", "as for try", action="append", default=[]),
+        _value("--run", "NAME", "a run's model instead; a live run evaluates what its servers hold"),
+        _value("--version", "VERSION", "with --run: of that checkpoint, 1-20, or last, or best; else model/"),
+        _value("--limit", "N", "only the first so many rows (eval.limit)", type=int),
+        _value("--samples", "K", "so many sampled answers a row: avg@k, pass@k (eval.samples)"),
+        _flag("--json", "one JSON object per task"),
+        _HELP_SETTINGS,
         takes_settings=True,
     ),
-    "sft": Verb(
+    "sft": _verb(
         "tuning",
         "fine-tune a model on prompts and their answers",
-        (_value("--config", "FILE.yaml", "settings of the fine-tuning"), _HELP_SETTINGS),
-        takes_settings=True,
-        goes_on_unheard=True,
+        _value("--config", "FILE.yaml", "settings of the fine-tuning"),
+        _HELP_SETTINGS,
+        **_WORKS,
     ),
-    "reward-model": Verb(
+    "reward-model": _verb(
         "tuning",
         "train a model that scores answers, on pairs of which one is preferred",
-        (_value("--config", "FILE.yaml", "settings of the training"), _HELP_SETTINGS),
-        takes_settings=True,
-        goes_on_unheard=True,
+        _value("--config", "FILE.yaml", "settings of the training"),
+        _HELP_SETTINGS,
+        **_WORKS,
     ),
-    "status": Verb(
+    "status": _verb(
         "status",
         "one screen about a run: how far it is, what waits where, who is missing",
-        (
-            _RUN,
-            _flag("--json", "everything, as one JSON object"),
-            _value("--html", "FILE", "write a report with charts and samples instead, as one file"),
-            _flag("--watch", "with --html: write it again after every step"),
-            *_REMOTE,
-        ),
+        _RUN,
+        _flag("--json", "everything, as one JSON object"),
+        _value("--html", "FILE", "write a report with charts and samples instead, as one file"),
+        _flag("--watch", "with --html: write it again after every step"),
+        *_REMOTE,
     ),
-    "top": Verb("top", "watch a live run, and pause and resume it, on one screen", (_RUN, _BY, *_REMOTE)),
-    "pause": Verb("orders", "admit nothing more to a live run; what was admitted is finished", (_RUN, _BY, _REASON)),
-    "resume": Verb(
+    "top": _verb("top", "watch a live run, and pause and resume it, on one screen", _RUN, _BY, *_REMOTE),
+    "pause": _verb("orders", "admit nothing more to a live run; what was admitted is finished", _RUN, _BY, _REASON),
+    "resume": _verb(
         "orders",
         "go on with a paused run, or with other settings",
-        (
-            _RUN,
-            _value(
-                "--set",
-                "SETTING=VALUE",
-                "from now on; may be given again; one that cannot change while the run goes on is refused",
-                action="append",
-                default=[],
-            ),
-            _BY,
-            _REASON,
+        _RUN,
+        _value(
+            "--set",
+            "SETTING=VALUE",
+            "from now on; may be given again; one that cannot change while the run goes on is refused",
+            action="append",
+            default=[],
         ),
+        _BY,
+        _REASON,
     ),
-    "stop": Verb("orders", "end a live run after its step, with a checkpoint to go on from", (_RUN, _BY, _REASON)),
-    "doctor": Verb(
+    "stop": _verb("orders", "end a live run after its step, with a checkpoint to go on from", _RUN, _BY, _REASON),
+    "doctor": _verb(
         "doctor",
         "before a run: what it will meet here; of a run: prove or refute its promises from what it has left",
-        (
-            _file("workflow of a run that is to be started"),
-            _value("--config", "FILE.yaml", "settings of a run that is to be started, as for run"),
-            _value("--run", "NAME", "name of the run, or its directory"),
-            _flag("--json", "everything, as one JSON object"),
-            _value("--graph", "FILE.yaml", "check and draw the calls of a step with these settings, as Mermaid"),
-        ),
+        _file("workflow of a run that is to be started"),
+        _value("--config", "FILE.yaml", "settings of a run that is to be started, as for run"),
+        _value("--run", "NAME", "name of the run, or its directory"),
+        _flag("--json", "everything, as one JSON object"),
+        _value("--graph", "FILE.yaml", "check and draw the calls of a step with these settings, as Mermaid"),
         takes_settings=True,
     ),
-    "dead": Verb(
+    "dead": _verb(
         "dead",
         "list the prompts that failed all their attempts, and have them tried again",
-        (
-            _RUN,
-            _flag("--json", "one JSON object per line"),
-            _value("--readmit", "GROUP", "try these again; with --all, all that are dead", nargs="*"),
-            _flag("--all", "with --readmit: every dead group"),
-        ),
+        _RUN,
+        _flag("--json", "one JSON object per line"),
+        _value("--readmit", "GROUP", "try these again; with --all, all that are dead", nargs="*"),
+        _flag("--all", "with --readmit: every dead group"),
     ),
-    "export": Verb(
+    "export": _verb(
         "export",
         "write a checkpoint of a run as a plain Hugging Face folder",
-        (
-            _RUN,
-            _value("--checkpoint", "VERSION", "such as 1-20, or best, or last (last)", default="last"),
-            _value("--output", "DIR", "else model_<version> in the run's directory"),
-        ),
+        _RUN,
+        _value("--checkpoint", "VERSION", "such as 1-20, or best, or last (last)", default="last"),
+        _value("--output", "DIR", "else model_<version> in the run's directory"),
     ),
-    "trajectories": Verb(
+    "trajectories": _verb(
         "trajectories",
         "list what a run has sampled, show one token by token, export it",
-        (
-            _RUN,
-            _value("--step", "N[-M]", "trained in this step, or in these"),
-            _value("--workflow", "NAME", "of this workflow"),
-            _value("--min-reward", "R", "with at least this reward", type=float),
-            _value("--max-reward", "R", "with at most this reward", type=float),
-            _value("--min-tokens", "N", "of at least so many tokens, prompts included", type=int),
-            _value("--max-tokens", "N", "of at most so many tokens", type=int),
-            _value("--version", "V", "sampled by these weights: 1-42, or a step alone"),
-            _value("--error", "TEXT", "never trained, for a reason that contains this; '' for any"),
-            _flag("--failed", "failed, and why: workflows, rewards, whole groups"),
-            _value("--sort", "COLUMN", "largest first; newest when left out", default="newest"),
-            _flag("--reverse", "the other way round"),
-            _value("--limit", "N", "list so many (50); 0 for all", type=int),
-            _value("--show", "ID", "one of the list, GROUP.SIBLING: what was said, token by token"),
-            _flag("--tokens", "with --show: a table of every token too"),
-            _value("--export", "FILE", "write what is wanted, all of it, as .jsonl, .parquet or .csv"),
-            _flag("--json", "one JSON object per line"),
-        ),
+        _RUN,
+        _value("--step", "N[-M]", "trained in this step, or in these"),
+        _value("--workflow", "NAME", "of this workflow"),
+        _value("--min-reward", "R", "with at least this reward", type=float),
+        _value("--max-reward", "R", "with at most this reward", type=float),
+        _value("--min-tokens", "N", "of at least so many tokens, prompts included", type=int),
+        _value("--max-tokens", "N", "of at most so many tokens", type=int),
+        _value("--version", "V", "sampled by these weights: 1-42, or a step alone"),
+        _value("--error", "TEXT", "never trained, for a reason that contains this; '' for any"),
+        _flag("--failed", "failed, and why: workflows, rewards, whole groups"),
+        _value("--sort", "COLUMN", "largest first; newest when left out", default="newest"),
+        _flag("--reverse", "the other way round"),
+        _value("--limit", "N", "list so many (50); 0 for all", type=int),
+        _value("--show", "ID", "one of the list, GROUP.SIBLING: what was said, token by token"),
+        _flag("--tokens", "with --show: a table of every token too"),
+        _value("--export", "FILE", "write what is wanted, all of it, as .jsonl, .parquet or .csv"),
+        _flag("--json", "one JSON object per line"),
     ),
-    "replay": Verb(
+    "replay": _verb(
         "replay",
         "train again from what a run has archived, without inference",
-        (
-            _value("--run", "NAME", "name of the recorded run, or its directory; must be given"),
-            _value("--steps", "N", "only the first so many (all that are archived)", type=int),
-            _HELP_SETTINGS,
-        ),
-        takes_settings=True,
-        goes_on_unheard=True,
+        _value("--run", "NAME", "name of the recorded run, or its directory; must be given"),
+        _value("--steps", "N", "only the first so many (all that are archived)", type=int),
+        _HELP_SETTINGS,
+        **_WORKS,
     ),
-    "controller": Verb("roles", "one process of a run: admits groups and keeps the accounts", (_RUN_DIRECTORY,)),
-    "node": Verb(
+    "controller": _verb("roles", "one process of a run: admits groups and keeps the accounts", _RUN_DIRECTORY),
+    "node": _verb(
         "roles",
         "one process of a run: workflows and their inference servers; --join adds this host to a live one",
-        (
-            _value("--join", "URL", "join the run --run at this broker: nats://HOST:PORT, tls://..."),
-            _value("--run", "NAME", "with --join: the run's name"),
-            _value("--node-id", "ID", "its own among the run's nodes; with --join, else a new one"),
-            _value("--credentials", "FILE", "with --join: the node's key"),
-            _value("--ca", "FILE", "with --join: who signed the broker's certificate"),
-            _flag("--allow-other-files", "with --join: though workflows or rewards are not the run's"),
-            _value("--directory", "DIR", "with --join: where this host's runs are (runs)"),
-            _value("--run-directory", "DIR", "without --join: where run left config.yaml and bus/url"),
-        ),
-        takes_settings=True,
-        goes_on_unheard=True,
+        _value("--join", "URL", "join the run --run at this broker: nats://HOST:PORT, tls://..."),
+        _value("--run", "NAME", "with --join: the run's name"),
+        _value("--node-id", "ID", "its own among the run's nodes; with --join, else a new one"),
+        _value("--credentials", "FILE", "with --join: the node's key"),
+        _value("--ca", "FILE", "with --join: who signed the broker's certificate"),
+        _flag("--allow-other-files", "with --join: though workflows or rewards are not the run's"),
+        _value("--directory", "DIR", "with --join: where this host's runs are (runs)"),
+        _value("--run-directory", "DIR", "without --join: where run left config.yaml and bus/url"),
+        **_WORKS,
     ),
-    "trainer": Verb("roles", "one process of a run: a rank of the trainer, as torchrun starts it", (_RUN_DIRECTORY,)),
+    "trainer": _verb("roles", "one process of a run: a rank of the trainer, as torchrun starts it", _RUN_DIRECTORY),
 }
 
 
