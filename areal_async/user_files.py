@@ -49,20 +49,24 @@ def import_file(path: Path, *, what: str, root: Path | None = None) -> ModuleTyp
     _refuse_strangers(location, what)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # as an import does, before the file runs: its dataclasses look there
-    is_loaded = False
     try:
         spec.loader.exec_module(module)
-        is_loaded = True
-    except SystemExit as exc:  # else it would end this process without a word
-        raise ImportError(
-            f"it calls sys.exit({exc.code!r}) as it is imported; do that where __name__ == '__main__' alone"
-        ) from exc
-    except ModuleNotFoundError as exc:
-        raise ModuleNotFoundError(f"{exc}, neither installed, nor in {root_entry}, nor beside the file") from exc
-    finally:
-        if not is_loaded:
-            del sys.modules[name]
+    except BaseException as exc:
+        del sys.modules[name]
+        if isinstance(exc, SystemExit):  # else it would end this process without a word
+            raise ImportError(
+                f"it calls sys.exit({exc.code!r}) as it is imported; do that where __name__ == '__main__' alone"
+            ) from exc
+        if isinstance(exc, ModuleNotFoundError):
+            raise ModuleNotFoundError(f"{exc}, neither installed, nor in {root_entry}, nor beside the file") from exc
+        raise
     return module
+
+
+def parts_of(spec: str, *, default: str = "") -> tuple[Path, str]:
+    """Return file and name of ``FILE.py[:name]``; where it has no name ``default``, and else the file's own."""
+    file, _, name = spec.partition(":")
+    return Path(file), name or default or Path(file).stem
 
 
 def import_named(spec: str, *, what: str, default: str = "", root: Path | None = None) -> tuple[ModuleType, str]:
@@ -76,10 +80,10 @@ def import_named(spec: str, *, what: str, default: str = "", root: Path | None =
     Raises:
         UserError: no such file, or importing it raised.
     """
-    file, _, name = spec.partition(":")
+    file, name = parts_of(spec, default=default)
     path = (root or Path.cwd()) / file
     with mistakes_in(f"{what}: importing {path}"):
-        return import_file(path, what=what, root=root), name or default or path.stem
+        return import_file(path, what=what, root=root), name
 
 
 def add_folder(folder: Path) -> None:

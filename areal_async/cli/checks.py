@@ -7,14 +7,40 @@ import ast
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from areal_async.config.settings import DatasetSettings, Settings, TemplateSettings
-from areal_async.data.made_rows import FUNCTION, place_of
+from areal_async.data.made_rows import FUNCTION
 from areal_async.errors import UserError
+from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.process.hub import fetch, is_local
 from areal_async.rollout.user_code.workflows import NUM_GIVEN, check_all_taken, check_needed
+from areal_async.telemetry.exporters.prometheus import check_listening
+from areal_async.telemetry.exporters.traces import check_installed
+from areal_async.user_files import parts_of
 
+F = TypeVar("F", ast.FunctionDef, ast.AsyncFunctionDef)
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+
+
+def check_node(settings: Settings, *, asks_hub: bool = True) -> None:
+    """Refuse what a host lacks that has a node of the run, before anything is started.
+
+    Args:
+        asks_hub: as for ``check_dataset``.
+
+    Raises:
+        UserError: a workflow, a policy, a model, its tokenizer, the servers' interpreter or parser or an extra that is
+            asked for is not here, or the address to be scraped at is another host's.
+    """
+    for task in settings.tasks:
+        check_workflow(task.workflow)
+    check_policies((task.workflow for task in settings.tasks), settings.policies)
+    check_served(settings, asks_hub=asks_hub)
+    check_interpreter(settings.inference.python)
+    check_tool_call_parser(settings)
+    check_installed(settings.metrics)
+    check_listening(settings.metrics)
 
 
 def check_file(spec: str) -> None:
@@ -23,8 +49,8 @@ def check_file(spec: str) -> None:
     Raises:
         UserError: it is not.
     """
-    file = spec.partition(":")[0]
-    if not Path(file).is_file():
+    file, _ = parts_of(spec)
+    if not file.is_file():
         raise UserError(
             f"workflow: no file {file}; name a Python file, with :name when the coroutine is called otherwise"
         )
@@ -37,13 +63,12 @@ def check_workflow(spec: str) -> None:
         UserError: no file, no Python, or no such coroutine in it.
     """
     check_file(spec)
-    file, _, name = spec.partition(":")
-    path, name = Path(file), name or Path(file).stem
-    tree = _parsed(path, "workflow")
+    file, name = parts_of(spec)
+    tree = _parsed(file, "workflow")
     coroutines = [node.name for node in tree.body if isinstance(node, ast.AsyncFunctionDef)]
     if name in coroutines or name in _other_names(tree):
         return
-    if any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body):
+    if _last(tree, ast.FunctionDef, name) is not None:
         raise UserError(f"workflow: {name} in {file} is a plain function, need a coroutine; write async def {name}")
     remedy = f"name one as {file}:{coroutines[0]}" if coroutines else f"write async def {name}(prompt, policy)"
     raise UserError(f"workflow: no coroutine {name} in {file}, got {', '.join(coroutines) or 'none'}; {remedy}")
@@ -58,15 +83,15 @@ def check_policies(specs: Iterable[str], policies: Collection[str]) -> None:
     taken: set[str] = set()
     is_sure = True
     for spec in specs:
-        file, _, name = spec.partition(":")
-        name = name or Path(file).stem
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"), filename=file)
-        found = _coroutine(tree, name)
-        if found is None:  # imported, made or wrapped: shows only when the file runs
+        file, name = parts_of(spec)
+        tree = _parsed(file, "workflow")
+        others = _other_names(tree)  # these show only when the file runs
+        found = _last(tree, ast.AsyncFunctionDef, name)
+        if found is None or found.decorator_list or name in others:  # imported, made or wrapped: so does this
             is_sure = False
             continue
         needed, optional = _policies_of(found.args)
-        perhaps_made = _made_per_node(tree) | _other_names(tree)  # the latter show only when the file runs
+        perhaps_made = _made_per_node(tree) | others
         needed = [one for one in needed if one in policies or one not in perhaps_made]
         check_needed(needed, policies, name=name)
         taken.update(needed, optional)
@@ -95,18 +120,18 @@ def check_dataset(dataset: DatasetSettings, setting: str, *, asks_hub: bool = Tr
 
 
 def _check_function(spec: str, setting: str) -> None:
-    file, name = place_of(spec)
+    file, name = parts_of(spec, default=FUNCTION)
     if not file.is_file():
         raise UserError(
             f"{setting}: no file {file}; name a Python file, with :name when its function is not {FUNCTION}"
         )
     tree = _parsed(file, setting)
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    found = _last(tree, ast.FunctionDef, name)
     if name in _other_names(tree):
         return  # what it is shows only when the file runs
-    if not found:
+    if found is None:
         raise UserError(f"{setting}: no function {name} in {file}; write def {name}() that returns rows")
-    if not found[-1].decorator_list and not _may_return(found[-1]):
+    if not found.decorator_list and not _may_return(found):
         raise UserError(
             f"{setting}: {name}() in {file} returns None, need rows like {{'question': ...}}; return a list of dicts, "
             "or yield them"
@@ -209,10 +234,10 @@ def check_interpreter(python: Path | None) -> None:
         )
 
 
-def _coroutine(tree: ast.Module, name: str) -> ast.AsyncFunctionDef | None:
-    """Return the one that the file defines last under this name, unless something is done to it besides."""
-    found = [node for node in tree.body if isinstance(node, ast.AsyncFunctionDef) and node.name == name]
-    return found[-1] if found and not found[-1].decorator_list and name not in _other_names(tree) else None
+def _last(tree: ast.Module, kind: type[F], name: str) -> F | None:
+    """Return the function that the file defines last under this name; None where it defines none."""
+    found = [node for node in tree.body if isinstance(node, kind) and node.name == name]
+    return found[-1] if found else None
 
 
 def _policies_of(arguments: ast.arguments) -> tuple[list[str], list[str]]:

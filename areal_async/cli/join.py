@@ -7,7 +7,7 @@ from pathlib import Path
 
 import anyio
 
-from areal_async.cli.checks import check_interpreter, check_model, check_policies, check_workflow
+from areal_async.cli.checks import check_node
 from areal_async.config.settings import RunSettings, Settings
 from areal_async.config.sources import override_settings
 from areal_async.errors import UserError
@@ -16,8 +16,6 @@ from areal_async.launch.local import LocalBackend
 from areal_async.launch.supervisor import RunEnd
 from areal_async.process.stdio import say
 from areal_async.protocol.subjects import RUN_NAME
-from areal_async.telemetry.exporters.prometheus import check_listening
-from areal_async.telemetry.exporters.traces import check_installed
 
 KILLED_STATUS = 130
 OWN = ("--inference.*", "--endpoint.host", "--launch.join_wait_s", "--metrics.traces", "--metrics.prometheus_host")
@@ -34,7 +32,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     def prepare(settings: Settings) -> Settings:
         here = override_settings(settings, overrides)
-        check_host(here)
+        check_node(here)
         return here
 
     node_id = arguments.node_id or fresh_node_id()
@@ -67,21 +65,3 @@ def read_invitation(arguments: argparse.Namespace) -> Invitation:
         directory=directory,
         allows_other_files=arguments.allow_other_files,
     )
-
-
-def check_host(settings: Settings) -> None:
-    """Refuse what this host lacks, before anything is started.
-
-    Raises:
-        UserError: a workflow, a policy, a model, the servers' interpreter or an extra that is asked for is not here, or
-            the address to be scraped at is another host's.
-    """
-    for task in settings.tasks:
-        check_workflow(task.workflow)
-    check_policies((task.workflow for task in settings.tasks), settings.policies)
-    check_model(settings.model.path, "model.path")
-    for name, policy in settings.frozen_policies.items():
-        check_model(str(policy.path), f"policies.{name}.path")
-    check_interpreter(settings.inference.python)
-    check_installed(settings.metrics)
-    check_listening(settings.metrics)

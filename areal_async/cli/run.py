@@ -16,17 +16,7 @@ import anyio
 from areal_async.algorithms.graphs import step_graph
 from areal_async.bus import Bus
 from areal_async.bus.server import ROOM_BYTES
-from areal_async.cli.checks import (
-    check_dataset,
-    check_file,
-    check_groups,
-    check_interpreter,
-    check_model,
-    check_policies,
-    check_served,
-    check_template,
-    check_workflow,
-)
+from areal_async.cli.checks import check_dataset, check_file, check_groups, check_model, check_node, check_template
 from areal_async.cli.export import write_best
 from areal_async.cli.orders import who
 from areal_async.cli.resuming import Chosen, Request, resume
@@ -35,7 +25,6 @@ from areal_async.config.settings import RunSettings, Settings
 from areal_async.config.sources import Sources, load_settings, read_sources, resolve
 from areal_async.config.tasks import workflow_name
 from areal_async.errors import PipelineError, UserError, leaves_of
-from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.launch.backend import Backend
 from areal_async.launch.backends import BACKENDS
 from areal_async.launch.plan import plan_groups
@@ -52,8 +41,8 @@ from areal_async.process.host import check_address, visible_gpus
 from areal_async.process.stdio import say
 from areal_async.protocol.subjects import RUN_NAME
 from areal_async.telemetry import log
-from areal_async.telemetry.exporters.prometheus import check_listening
-from areal_async.telemetry.exporters.traces import check_installed, with_key
+from areal_async.telemetry.exporters.traces import with_key
+from areal_async.user_files import parts_of
 
 CONFIGS = Path("configs")
 KILLED_STATUS = 130
@@ -214,7 +203,7 @@ def find_config(file: str | None, config: str | None, *, has_gpu: bool) -> Path 
 
 def default_config(file: str, *, has_gpu: bool) -> Path:
     """Return where the settings of a workflow would be for this kind of machine."""
-    stem = Path(file.partition(":")[0]).stem
+    stem = parts_of(file)[0].stem
     return CONFIGS / (f"{stem}.yaml" if has_gpu else f"{stem}_cpu.yaml")
 
 
@@ -255,7 +244,7 @@ def choose_config(file: str | None, config: str | None, *, has_gpu: bool) -> Pat
     check_file(file)
     wanted = default_config(file, has_gpu=has_gpu)
     if not wanted.is_file():
-        stem, kind = Path(file.partition(":")[0]).stem, "a GPU" if has_gpu else "no GPU"
+        stem, kind = parts_of(file)[0].stem, "a GPU" if has_gpu else "no GPU"
         raise UserError(f"run: no file {wanted}, the settings of {stem} where {kind} is found; name --config FILE.yaml")
     return wanted
 
@@ -286,25 +275,18 @@ def check(settings: Settings) -> None:
             installed, or the broker's address or that of its metrics is not this host's.
     """
     loads_here = settings.launch.backend == "local"
+    check_node(settings, asks_hub=loads_here)
     for index, task in enumerate(settings.tasks):
-        check_workflow(task.workflow)
         check_dataset(task.dataset, f"tasks.{index}.dataset", asks_hub=loads_here)
         if task.eval.dataset is not None:
             check_dataset(task.eval.dataset, f"tasks.{index}.eval.dataset", asks_hub=loads_here)
     if settings.eval.dataset is not None:
         check_dataset(settings.eval.dataset, "eval.dataset", asks_hub=loads_here)
-    check_policies((task.workflow for task in settings.tasks), settings.policies)
-    model = settings.model
-    check_served(settings, asks_hub=loads_here)
-    for role, path in (("critic", model.critic.path), ("reference", model.reference.path)):
+    for role, path in (("critic", settings.model.critic.path), ("reference", settings.model.reference.path)):
         if path is not None:
             check_model(path, f"model.{role}.path", asks_hub=loads_here)
     step_graph(settings)
     check_groups(settings)
-    check_interpreter(settings.inference.python)
-    check_tool_call_parser(settings)
-    check_installed(settings.metrics)
-    check_listening(settings.metrics)
     check_template(settings)
     if settings.bus.url == EMBEDDED and settings.bus.host:
         check_address(settings.bus.host, setting="bus.host")

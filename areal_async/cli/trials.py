@@ -26,6 +26,7 @@ from areal_async.rollout.user_code.source_location import UserCode
 from areal_async.rollout.user_code.workflows import load_workflow, policies_taken
 from areal_async.rollout.workflow_call import TaskWorkflow
 from areal_async.telemetry import log
+from areal_async.user_files import parts_of
 
 
 @asynccontextmanager
@@ -52,7 +53,7 @@ async def opened_trial(
     Raises:
         UserError: the workflow cannot be loaded, or a server is not there or cannot start.
     """
-    user_code = UserCode(Path(task.workflow.partition(":")[0]))
+    user_code = UserCode(parts_of(task.workflow)[0])
     plain = load_workflow(task.workflow, policies=settings.policies)
     taken = policies_taken(plain, settings.policies)
     used = settings.model_copy(

@@ -14,6 +14,7 @@ from typing import Any
 from areal_async.config.section import PathKind
 from areal_async.config.tree import Parts, path_kind, step_into, without_none
 from areal_async.process.hub import is_local, looks_like_hub_name
+from areal_async.user_files import parts_of
 
 
 def placed(value: Any, annotation: Any, *, parts: Parts, folder: Path) -> tuple[Any, dict[Parts, str]]:
@@ -53,12 +54,8 @@ def with_real_paths(dumped: Any, kind: Any) -> Any:
 
 def is_same_function(left: str, right: str) -> bool:
     """Say whether both ``FILE.py[:name]`` mean one function; without a name, the one that is named like the file."""
-
-    def whole(spec: str) -> tuple[str, str]:
-        file, _, name = spec.partition(":")
-        return os.path.realpath(file), name or Path(file).stem
-
-    return whole(left) == whole(right)
+    (file, name), (other_file, other_name) = parts_of(left), parts_of(right)
+    return (os.path.realpath(file), name) == (os.path.realpath(other_file), other_name)
 
 
 def _with_paths(dumped: Any, kind: Any, change: Callable[[Path, str], str]) -> Any:

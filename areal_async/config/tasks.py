@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -12,6 +11,7 @@ from areal_async.config.policy import MAX_PENALTY, check_top_k
 from areal_async.config.section import FunctionPath, HubPath, Section
 from areal_async.protocol.fields import MAX_STEP, MAX_TEMPERATURE, MAX_TOP_K
 from areal_async.protocol.subjects import TOKEN
+from areal_async.user_files import parts_of
 
 
 # Asked for several times per step, and each path made anew interns its parts: in the interpreter's table of such
@@ -19,8 +19,7 @@ from areal_async.protocol.subjects import TOKEN
 @cache
 def workflow_name(workflow: str) -> str:
     """Return the name of ``FILE.py``, or of ``FILE.py:name``, a subject token."""
-    stem = workflow.partition(":")[2] or Path(workflow).stem
-    return re.sub(r"[^A-Za-z0-9_-]", "_", stem)
+    return re.sub(r"[^A-Za-z0-9_-]", "_", parts_of(workflow)[1])
 
 
 class DatasetSettings(Section):

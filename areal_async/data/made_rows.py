@@ -3,7 +3,6 @@
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from areal_async.errors import UserError
@@ -15,12 +14,6 @@ FUNCTION = "rows"
 """Function that is taken of ``FILE.py`` without a name."""
 SEED = "seed"
 """The column of rows that are numbers."""
-
-
-def place_of(spec: str) -> tuple[Path, str]:
-    """Return file and function of ``FILE.py[:name]``."""
-    file, _, name = spec.partition(":")
-    return Path(file), name or FUNCTION
 
 
 def rows_of_function(spec: str) -> Any:

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 import pytest
 
 from areal_async.cli import join
+from areal_async.cli.checks import check_node
 from areal_async.config.settings import MetricsSettings, Settings
 from areal_async.errors import UserError
 
@@ -30,7 +31,7 @@ def test_a_host_without_the_extra_for_traces_is_refused_in_one_sentence(
     settings = Settings().model_copy(update={"metrics": MetricsSettings(traces="http://h:4318")})
 
     with pytest.raises(UserError, match=r"metrics.traces: got 'http://h:4318', need the packages .*, or set it to fil"):
-        join.check_host(settings)
+        check_node(settings)
 
 
 def test_a_host_that_cannot_be_scraped_at_the_address_is_refused_and_may_have_its_own(
@@ -41,5 +42,5 @@ def test_a_host_that_cannot_be_scraped_at_the_address_is_refused_and_may_have_it
     settings = Settings().model_copy(update={"metrics": metrics})
 
     with pytest.raises(UserError, match=r"metrics.prometheus_host: got 192\.0\.2\.1, need an address of this host"):
-        join.check_host(settings)
+        check_node(settings)
     assert any(fnmatchcase("--metrics.prometheus_host", own) for own in join.OWN)
