@@ -59,9 +59,8 @@ def _room(account: dict[str, Any], settings: Settings) -> PreflightFinding:
     limit, used = account.get("limits", {}).get("max_storage", -1), account.get("storage", 0)
     wanted = reserved_bytes(settings)
     if limit < 0:
-        return good(
-            "broker's storage", f"the account has no limit of its own; the run's streams take {gigabytes(wanted)}"
-        )
+        saw = f"the account has no limit of its own; the run's streams take {gigabytes(wanted)}"
+        return good("broker's storage", saw)
     saw = f"{gigabytes(max(limit - used, 0))} left to this account, the run's streams want {gigabytes(wanted)}"
     cure = "raise the account's limit, or lower rollout.max_stream_bytes"
     return good_if(limit - used >= wanted, "broker's storage", saw, cure, otherwise=error)
@@ -73,13 +72,9 @@ async def _durability(settings: Settings) -> list[PreflightFinding]:
     try:
         told = await anyio.to_thread.run_sync(lambda: _read_varz(f"{page.rstrip('/')}/varz"))
     except (OSError, ValueError) as exc:
-        return [
-            warning(
-                "broker's disk",
-                f"cannot see how it syncs: no monitoring page at {page} ({type(exc).__name__})",
-                "set bus.monitor_url, or make sure yourself of jetstream {sync_interval: always}",
-            )
-        ]
+        saw = f"cannot see how it syncs: no monitoring page at {page} ({type(exc).__name__})"
+        cure = "set bus.monitor_url, or make sure yourself of jetstream {sync_interval: always}"
+        return [warning("broker's disk", saw, cure)]
     return judge_varz(told, now=datetime.now(UTC))
 
 
@@ -98,13 +93,9 @@ def judge_varz(told: dict[str, Any], *, now: datetime) -> list[PreflightFinding]
         findings = [good("broker's disk", "it syncs every message before it acknowledges it (sync_always)")]
     else:
         every_s = config.get("sync_interval", DEFAULT_SYNC_NS) / 1e9
-        findings = [
-            warning(
-                "broker's disk",
-                f"it syncs every {every_s:g} s: a power cut loses messages that it has acknowledged",
-                "set jetstream {sync_interval: always} at the broker, or keep three replicas",
-            )
-        ]
+        saw = f"it syncs every {every_s:g} s: a power cut loses messages that it has acknowledged"
+        cure = "set jetstream {sync_interval: always} at the broker, or keep three replicas"
+        findings = [warning("broker's disk", saw, cure)]
     try:
         apart_s = abs((datetime.fromisoformat(str(told.get("now"))) - now).total_seconds())
     except ValueError:

@@ -111,19 +111,13 @@ def judge(check: str, lengths: Lengths, *, context: int, budget: int) -> Iterato
     asked = f"{sample}: prompts of {min(prompts):,} to {max(prompts):,} tokens, answers of up to {wanted:,}"
     if full:
         tell = error if len(full) == len(calls) else warning
-        yield tell(
-            check,
-            f"{asked}; {len(full)} prompts leave no room for an answer in {which}, and their trajectories fail",
-            f"shorten the prompts or leave these rows out, or {raised}",
-        )
+        saw = f"{asked}; {len(full)} prompts leave no room for an answer in {which}, and their trajectories fail"
+        yield tell(check, saw, f"shorten the prompts or leave these rows out, or {raised}")
     if cut:
         room = most - max(prompt for prompt in prompts if prompt <= longest_prompt)
-        yield warning(
-            check,
-            f"{asked}; {len(cut)} of these need up to {max(cut):,} tokens with {which}: the answer is cut there, and "
-            "counts in truncated_share",
-            f"lower rollout.sampling.max_new_tokens to {room:,}, or {raised}",
-        )
+        saw = f"{asked}; {len(cut)} of these need up to {max(cut):,} tokens with {which}"
+        cure = f"lower rollout.sampling.max_new_tokens to {room:,}, or {raised}"
+        yield warning(check, f"{saw}: the answer is cut there, and counts in truncated_share", cure)
     if not full and not cut:
         yield good(check, f"{asked}: at most {max(map(sum, calls)):,} tokens, {which} holds them")
 

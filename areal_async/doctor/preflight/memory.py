@@ -130,13 +130,9 @@ def _rank_bytes(settings: Settings, sizes: dict[str, ModelSize], *, offloads: bo
 
 def _on_gpus(settings: Settings, gpus: tuple[Gpu, ...], size: ModelSize, rank_bytes: int) -> Iterator[PreflightFinding]:
     smallest = min(gpu.memory_bytes for gpu in gpus)
-    yield _judge(
-        "memory of a trainer rank",
-        rank_bytes,
-        smallest,
-        where=f"the smallest GPU ({gpus[0].name})",
-        cure="raise trainer.num_ranks, lower trainer.token_budget, or set trainer.activation_checkpointing=true",
-    )
+    where = f"the smallest GPU ({gpus[0].name})"
+    cure = "raise trainer.num_ranks, lower trainer.token_budget, or set trainer.activation_checkpointing=true"
+    yield _judge("memory of a trainer rank", rank_bytes, smallest, where=where, cure=cure)
     served, dtype = settings.inference, settings.model.dtype
     weights = size.weights_bytes(dtype=dtype) // served.tensor_parallel
     room = int(smallest * MARGIN) - weights
@@ -152,11 +148,8 @@ def _on_gpus(settings: Settings, gpus: tuple[Gpu, ...], size: ModelSize, rank_by
     busy = [gpu for gpu in gpus if gpu.free_bytes < gpu.memory_bytes * MARGIN]
     if busy:
         least = min(gpu.free_bytes for gpu in busy)
-        yield warning(
-            "GPUs in use",
-            f"{len(busy)} of {len(gpus)} have memory taken already, {gigabytes(least)} free on the fullest",
-            "end what uses them, or leave them out with CUDA_VISIBLE_DEVICES",
-        )
+        saw = f"{len(busy)} of {len(gpus)} have memory taken already, {gigabytes(least)} free on the fullest"
+        yield warning("GPUs in use", saw, "end what uses them, or leave them out with CUDA_VISIBLE_DEVICES")
 
 
 def _on_host(settings: Settings, memory_bytes: int, size: ModelSize, rank_bytes: int) -> PreflightFinding:
@@ -167,13 +160,9 @@ def _on_host(settings: Settings, memory_bytes: int, size: ModelSize, rank_bytes:
     server = 2 * size.weights_bytes(dtype=dtype) + num_tokens * size.cache_bytes_per_token(dtype=dtype)
     num_ranks, num_servers = settings.trainer.num_ranks, served.num_servers
     total = num_ranks * (rank_bytes + PROCESS_BYTES) + num_servers * (server + PROCESS_BYTES) + 2 * PROCESS_BYTES
-    return _judge(
-        f"memory of {num_ranks} ranks and {num_servers} servers",
-        total,
-        memory_bytes,
-        where="this host",
-        cure="lower trainer.token_budget, inference.max_running_requests or inference.num_servers",
-    )
+    check = f"memory of {num_ranks} ranks and {num_servers} servers"
+    cure = "lower trainer.token_budget, inference.max_running_requests or inference.num_servers"
+    return _judge(check, total, memory_bytes, where="this host", cure=cure)
 
 
 def _judge(check: str, need: int, there: int, *, where: str, cure: str) -> PreflightFinding:

@@ -43,12 +43,10 @@ async def _look(settings: Settings, backend: Backend) -> PreflightFinding:
         lost = await backend.cannot_reach(address, port)
     if lost:
         told = "; ".join(f"{host}: {why}" for host, why in lost.items())
-        return error(
-            CHECK, f"the broker's address {address}:{port} cannot be reached from {told}", cure_for(is_ours=is_ours)
-        )
-    return good(
-        CHECK, f"{len(others)} beside this one ({', '.join(others)}), which reach the broker's address {address}"
-    )
+        saw = f"the broker's address {address}:{port} cannot be reached from {told}"
+        return error(CHECK, saw, cure_for(is_ours=is_ours))
+    saw = f"{len(others)} beside this one ({', '.join(others)}), which reach the broker's address {address}"
+    return good(CHECK, saw)
 
 
 def _for_guests(address: str, *, is_own: bool) -> str:

@@ -21,9 +21,8 @@ PROBE_DEADLINE_S = 60.0
 def check_versions(settings: Settings) -> Iterator[PreflightFinding]:
     """Name the interpreter, the libraries and the broker's program."""
     names = ", ".join(f"{name} {metadata.version(name)}" for name in SHOWN)
-    yield good(
-        "versions", f"areal-async {metadata.version('areal-async')}, Python {platform.python_version()}, {names}"
-    )
+    ours = f"areal-async {metadata.version('areal-async')}, Python {platform.python_version()}"
+    yield good("versions", f"{ours}, {names}")
     if settings.bus.url == "embedded":
         yield good("nats-server", str(find_binary()))
 
