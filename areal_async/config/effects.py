@@ -38,6 +38,8 @@ def _choice(name: str, *values: str) -> Need:
     )
 
 
+TRUNCATE, LEAVE_OUT = ("truncate", "truncate_sequence"), ("icepop", "reject_token", "reject_sequence")
+"""Corrections, by what becomes of a token that they are about."""
 CLIPS = _choice("loss", "ppo_clip", "cispo")
 IS_SAPO = _choice("loss", "sapo")
 IS_DECOUPLED = Need(
@@ -67,13 +69,8 @@ NEEDS = {
     "algorithm.m2_threshold": _choice("loss", "m2po"),
     "algorithm.proximal": IS_DECOUPLED,
     "algorithm.correction": IS_DECOUPLED,
-    "algorithm.behave_weight_cap": _all(
-        IS_DECOUPLED,
-        _choice("correction", "truncate", "truncate_sequence", "icepop", "reject_token", "reject_sequence"),
-    ),
-    "algorithm.behave_weight_floor": _all(
-        IS_DECOUPLED, _choice("correction", "icepop", "reject_token", "reject_sequence")
-    ),
+    "algorithm.behave_weight_cap": _all(IS_DECOUPLED, _choice("correction", *TRUNCATE, *LEAVE_OUT)),
+    "algorithm.behave_weight_floor": _all(IS_DECOUPLED, _choice("correction", *LEAVE_OUT)),
     "algorithm.aggregation_constant": _choice("aggregation", "constant"),
     "algorithm.kl_in": HAS_REFERENCE,
     "algorithm.kl_estimator": HAS_REFERENCE,

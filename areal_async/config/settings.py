@@ -48,6 +48,10 @@ CUT_CREDIT_BYTES = 6 << 20
 """Rewards of the single replies of all trajectories of one cut, at the most; a cut is one message."""
 
 
+HeldOut = tuple[TaskSettings, DatasetSettings, int]
+"""A task that is evaluated, its rows, and how many of them are taken."""
+
+
 class RunSettings(Section):
     """One experiment."""
 
@@ -351,7 +355,7 @@ class Settings(Section):
         return sampling if self.eval.samples > 1 else sampling.greedy
 
     @property
-    def held_out(self) -> list[tuple[TaskSettings, DatasetSettings, int]]:
+    def held_out(self) -> list[HeldOut]:
         """Derived: the tasks that are evaluated, each with its rows and how many of them are taken."""
         named = [
             (task, task.eval.dataset or (self.eval.dataset if task is self.tasks[0] else None)) for task in self.tasks

@@ -289,28 +289,25 @@ def _refuse_unfit(assignment: Assignment, value: Any, parts: Parts, kind: type[B
 
 # What is wrong with a value
 
-_NEEDS = {
-    "missing": "a value",
-    "int_parsing": "a whole number",
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "int_parsing_size": f"a whole number from {INT64.start} to {INT64.stop - 1}",
-    "float_parsing": "a number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
-    "string_type": "a text",
-    "path_type": "a path",
-    "tuple_type": "a list like [a, b]",
-    "model_type": "a section with keys",
-    "dict_type": "a section with keys",
-    "literal_error": "{expected}",
-    "greater_than": "more than {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "less than {lt}",
-    "less_than_equal": "at most {le}",
+_NEEDS_OF = {
+    "a value": ("missing",),
+    "a whole number": ("int_parsing", "int_type", "int_from_float"),
+    f"a whole number from {INT64.start} to {INT64.stop - 1}": ("int_parsing_size",),
+    "a number": ("float_parsing", "float_type"),
+    "a finite number": ("finite_number",),
+    "true or false": ("bool_parsing", "bool_type"),
+    "a text": ("string_type",),
+    "a path": ("path_type",),
+    "a list like [a, b]": ("tuple_type",),
+    "a section with keys": ("model_type", "dict_type"),
+    "{expected}": ("literal_error",),
+    "more than {gt}": ("greater_than",),
+    "at least {ge}": ("greater_than_equal",),
+    "less than {lt}": ("less_than",),
+    "at most {le}": ("less_than_equal",),
 }
+"""What was needed -> pydantic's types of an error that say so."""
+_NEEDS = {error: need for need, errors in _NEEDS_OF.items() for error in errors}
 
 
 def _sentence(error: ValidationError, assignments: Sequence[Assignment]) -> str:

@@ -44,8 +44,6 @@ def annotation_at(kind: Any, parts: Sequence[str]) -> Any:
     annotation = kind
     for part in parts:
         annotation = step_into(without_none(annotation), part)
-        if annotation is None:
-            return None
     return annotation
 
 
