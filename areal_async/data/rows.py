@@ -61,9 +61,14 @@ def _load(settings: DatasetSettings) -> Any:
     assert settings.path is not None
     path = Path(settings.path)
     if path.is_file():
-        return datasets.load_dataset(_builder(path), data_files=str(path), split=settings.split)
+        if path.suffix not in BUILDERS:
+            raise UserError(f"dataset: got file {path}, need one of {', '.join(BUILDERS)}")
+        return datasets.load_dataset(BUILDERS[path.suffix], data_files=str(path), split=settings.split)
     if not path.is_dir():
-        _check_hub_name(settings.path)
+        if is_local(settings.path):
+            raise UserError(f"dataset: file {path} is not there; give a file, a folder or a hub name")
+        # Asked first because the data set library retries for half a minute where there is no network.
+        fetch("dataset", settings.path, files=("README.md",))
     return datasets.load_dataset(settings.path, settings.name, split=settings.split)
 
 
@@ -108,17 +113,3 @@ def _mistake(error: Exception, settings: DatasetSettings) -> UserError:
 def _no_rows(settings: DatasetSettings) -> UserError:
     remedy = f"fill it, or name another split than {settings.split}" if settings.path else "return some"
     return UserError(f"dataset: {settings.source} has no rows, need at least one; {remedy}")
-
-
-def _builder(path: Path) -> str:
-    builder = BUILDERS.get(path.suffix)
-    if builder is None:
-        raise UserError(f"dataset: got file {path}, need one of {', '.join(BUILDERS)}")
-    return builder
-
-
-def _check_hub_name(name: str) -> None:
-    if is_local(name):
-        raise UserError(f"dataset: file {name} is not there; give a file, a folder or a hub name")
-    # Asked first because the data set library retries for half a minute where there is no network.
-    fetch("dataset", name, files=("README.md",))
