@@ -14,6 +14,7 @@ import anyio
 import msgspec
 
 from areal_async.telemetry import wait_graph
+from areal_async.telemetry.reports import servers_in, waits_in
 from areal_async.telemetry.wait_graph import ENDED, WaitReport
 
 NOT_FOR_NODES = (wait_graph.CONTROLLER, "rank")
@@ -96,7 +97,7 @@ class Reports:
             state=str(said.get("state", "")),
             waits_for=str(said.get("waits_for") or ""),
             waits=_waits_in(role, said),
-            servers=_servers_in(said),
+            servers=servers_in(said),
             progress=_progress_in(role, said),
         )
         before = self.by_name.get(name)
@@ -120,10 +121,7 @@ def _name_of(role: str, said: Mapping[str, Any]) -> str | None:
 
 
 def _waits_in(role: str, said: Mapping[str, Any]) -> WaitReport:
-    try:
-        told = msgspec.convert(said.get("waits", {}), WaitReport)
-    except msgspec.ValidationError:
-        return WaitReport()
+    told = waits_in(said)
     if role != "node":
         return told
     # A culprit that a node names at will would be killed for it: what others wait for is not for nodes to tell.
@@ -132,12 +130,6 @@ def _waits_in(role: str, said: Mapping[str, Any]) -> WaitReport:
         one for one in told.records if kind_of(one.waiter) not in OTHERS and kind_of(one.on) not in NOT_FOR_NODES
     ]
     return msgspec.structs.replace(told, records=records)
-
-
-def _servers_in(said: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    servers = said.get("servers")
-    pairs = servers.items() if isinstance(servers, Mapping) else ()
-    return {str(server_id): server for server_id, server in pairs if isinstance(server, Mapping)}
 
 
 def _progress_in(role: str, said: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -28,6 +28,7 @@ from areal_async.process.json_lines import decode_object, read_last_json_line
 from areal_async.protocol.run_state import Changes, Control, CrewState, RunState, ServerState
 from areal_async.protocol.subjects import CHANGES, CONTROL, RUN_STATE
 from areal_async.protocol.types import Record, Version, WeightsVersion
+from areal_async.telemetry.reports import servers_in
 
 R = TypeVar("R", bound=Record)
 ANSWER_S = 1.0
@@ -46,6 +47,8 @@ LOAD = (
 """What a node tells of each of its servers that stands in the status."""
 BOOKS = ("admitted", "settled", "in_flight", "credits")
 """Groups, as the controller's report counts them."""
+NO_CREW = CrewState(name="", state="")
+"""Of processes that the launcher says nothing of."""
 NUM_EVENTS = 8
 """Events that are shown, the newest ones."""
 NUM_READ = 200
@@ -89,16 +92,16 @@ class Status:
     accuracy: float | None
     evaluation: dict[str, Any] = field(default_factory=dict)
     """All that the newest evaluation came to; empty before the first."""
-    admitted: int | None
+    admitted: int | None = None
     """Groups as the controller counts them, or, once the run is over, as it left them; None where nobody says."""
-    settled: int | None
-    in_flight: int | None
-    credits: int | None
+    settled: int | None = None
+    in_flight: int | None = None
+    credits: int | None = None
     """Groups that may still be admitted; None in a run that is over, too."""
-    queue: dict[str, dict[str, int]]
+    queue: dict[str, dict[str, int]] = field(default_factory=dict)
     """Stream -> ``num_messages`` and ``num_bytes``."""
     members: list[Member]
-    servers: list[dict[str, Any]]
+    servers: list[dict[str, Any]] = field(default_factory=list)
     changes: dict[str, float] = field(default_factory=dict)
     """Settings that were changed while the run went on, and hold."""
     shares: dict[str, float] = field(default_factory=dict)
@@ -177,11 +180,12 @@ async def read_snapshot(
         records.update(await bus.records(wanted | {RUN_STATE: RunState, CONTROL: Control, CHANGES: Changes}))
 
     async def ask_streams() -> None:
-        for what, stream in (
-            ("tickets", names.tickets_stream),
-            ("trajectories", names.trajectories_stream),
-            ("dead", names.dead_stream),
-        ):
+        streams = {
+            "tickets": names.tickets_stream,
+            "trajectories": names.trajectories_stream,
+            "dead": names.dead_stream,
+        }
+        for what, stream in streams.items():
             state = await bus.stream_state(stream)
             queue[what] = {"num_messages": state.num_messages, "num_bytes": state.num_bytes}
 
@@ -199,10 +203,11 @@ async def read_snapshot(
     members = members_of(settings, reports, known)
     line = newest_step(settings, reports)
     books = reports.get(("controller", "0"), {})
+    counted: dict[str, Any] = {key: int(books[key]) for key in BOOKS if key in books}
     is_live = bool(reports) or (run_state.state == "running" and await ask_live())
     state = state_of(run_state, control, members, is_live=is_live)
     if settings.bus.url == EMBEDDED or "crew.broker" in known:
-        members = [broker_of(known.get("crew.broker"), is_live=state not in OVER), *members]
+        members = [broker_of(known.get("crew.broker", NO_CREW), is_live=state not in OVER), *members]
     listed = [server_of(server, reports) for _, (server, _) in sorted(servers.items())]
     return Status(
         run=settings.run.name,
@@ -213,7 +218,7 @@ async def read_snapshot(
         weights_version=weights.version if weights is not None else "",
         reward_mean=line.get("reward_mean"),
         **last_evaluation(settings.run_directory),
-        **_counts(books),
+        **counted,
         queue=queue,
         members=members,
         servers=listed,
@@ -250,10 +255,7 @@ def without_broker(settings: Settings, reason: str) -> Status:
         weights_version=str(line.get("weights_version", "")),
         reward_mean=line.get("reward_mean"),
         **last_evaluation(settings.run_directory),
-        **_counts({}),
-        queue={},
         members=[Member(role="broker", instance="0", presence=MISSING, why=reason), *others],
-        servers=[],
         notes=[f"the broker does not answer: {reason}"],
     )
 
@@ -279,33 +281,30 @@ def event_in(message: Message) -> dict[str, Any] | None:
     return None if event is None else {**event, "teller": " ".join(message.subject.split(".")[3:5])}
 
 
-def broker_of(crew: CrewState | None, *, is_live: bool) -> Member:
+def broker_of(crew: CrewState, *, is_live: bool) -> Member:
     """Return the broker of the run's own, which has answered."""
     return Member(
         role="broker",
         instance="0",
         presence=OK if is_live else ENDED,
         state="serves" if is_live else "",
-        up_s=seconds_since(crew.at) if crew is not None and is_live else 0.0,
-        **_deaths(crew),
+        up_s=seconds_since(crew.at) if is_live else 0.0,
+        num_starts=crew.num_starts,
+        why=crew.reason,
     )
-
-
-def _deaths(crew: CrewState | None) -> dict[str, Any]:
-    return {} if crew is None else {"num_starts": crew.num_starts, "why": crew.reason}
 
 
 def server_of(server: ServerState, reports: Mapping[tuple[str, str], Report]) -> dict[str, Any]:
     """Return what is known of an inference server; one whose node is away is so itself, whatever it said last."""
     node = reports.get(("node", server.node_id))
-    is_lost = node is None
+    is_lost, said = node is None, servers_in(node or {}).get(server.server_id, {})
     return {
         "id": server.server_id,
         "version": "" if is_lost else server.version,
         "is_fenced": server.fenced or is_lost,
         "reason": f"node {server.node_id} does not answer" if is_lost else server.reason,
         "failure": server.failure,
-        **_load(node or {}, server.server_id),
+        **{key: said[key] for key in LOAD if key in said},
     }
 
 
@@ -317,10 +316,10 @@ def members_of(
     wanted |= {("node", name.removeprefix("crew.node-")) for name in crews if name.startswith("crew.node-")}
     members = []
     for role, instance in sorted(wanted | reports.keys()):
-        crew = crews.get(f"crew.node-{instance}" if role == "node" else f"crew.{role}")
+        crew = crews.get(f"crew.node-{instance}" if role == "node" else f"crew.{role}", NO_CREW)
         report = reports.get((role, instance))
-        has_ended = crew is not None and crew.state in ("finished", "stopped")
-        said = report if report is not None else {"state": crew.state if crew is not None else ""}
+        has_ended = crew.state in ("finished", "stopped")
+        said = {"state": crew.state} if report is None else report
         members.append(
             Member(
                 role=role,
@@ -332,7 +331,8 @@ def members_of(
                 pid=int(number(said, "pid")),
                 host=str(said.get("host", "")),
                 loop_lag_s=number(said, "loop_lag_max_s"),
-                **_deaths(crew),
+                num_starts=crew.num_starts,
+                why=crew.reason,
             )
         )
     return members
@@ -366,16 +366,6 @@ def alarm_notes(reports: Mapping[tuple[str, str], Report]) -> list[str]:
     """Return what trainer and controller say to be wrong with learning. Pure."""
     raised = [reports.get((role, "0"), {}).get("alarms") for role in ("trainer", "controller")]
     return [f"alarm: {sentence}" for one in raised if isinstance(one, list) for sentence in one]
-
-
-def _counts(books: Report) -> dict[str, Any]:
-    return {key: int(books[key]) if key in books else None for key in BOOKS}
-
-
-def _load(node: Report, server_id: str) -> dict[str, Any]:
-    servers = node.get("servers")
-    found = servers.get(server_id) if isinstance(servers, dict) else None
-    return {key: found[key] for key in LOAD if key in found} if isinstance(found, dict) else {}
 
 
 def reason_of(state: str, run_state: RunState, control: Control) -> str:

@@ -17,6 +17,7 @@ from areal_async.monitor.token_text import visible
 from areal_async.process.json_lines import JsonLines, Line, decode_object
 from areal_async.protocol.types import mean
 from areal_async.protocol.wire import decode_json
+from areal_async.telemetry.reports import servers_in
 
 MAX_NOTICES = 5
 MAX_NUMBER = 1e300
@@ -60,9 +61,7 @@ class RunFigures:
     @property
     def servers(self) -> dict[str, dict[str, Any]]:
         """Every inference server by its id, as its node described it last."""
-        said = [node.get("servers") for node in self.nodes.values()]
-        pairs = [pair for servers in said if isinstance(servers, dict) for pair in servers.items()]
-        return {name: server for name, server in pairs if isinstance(server, dict)}
+        return {name: server for node in self.nodes.values() for name, server in servers_in(node).items()}
 
     def sum_of_nodes(self, key: str) -> float:
         """Return a number of all nodes together, as they said last."""

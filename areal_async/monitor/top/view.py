@@ -9,14 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import msgspec
-
 from areal_async.bus import Report
 from areal_async.monitor.snapshot import ENDED, OVER, Status
 from areal_async.monitor.top.rows import PANES, Pane, PaneRows, Told, task_names, tasks_of
 from areal_async.monitor.view import RunFigures, number
 from areal_async.process.json_lines import Line
-from areal_async.telemetry.wait_graph import WaitRecord, WaitReport
+from areal_async.telemetry.reports import waits_in
 
 KEPT_S = 2.5
 """How long an answer stands for a process that gives no newer one."""
@@ -164,13 +162,6 @@ class TopView(RunFigures):
         """Yield every wait that is told, with who tells it; a group is leased by the node that tells of it."""
         for (role, instance), report in self.reports.items():
             name = f"{role} {instance}" if role == "node" else role
-            for record in _records(report):
+            for record in waits_in(report).records:
                 if not only_leases or (role == "node" and record.waiter.startswith("group ")):
                     yield name, record
-
-
-def _records(report: Report) -> list[WaitRecord]:
-    try:
-        return msgspec.convert(report.get("waits", {}), WaitReport).records
-    except msgspec.ValidationError:
-        return []

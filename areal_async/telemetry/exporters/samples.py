@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 from areal_async.protocol.types import Version
+from areal_async.telemetry.reports import servers_in
 
 GAUGE, COUNTER = "gauge", "counter"
 
@@ -127,9 +128,8 @@ def samples(role: str, report: Mapping[str, Any]) -> Iterator[MetricSample]:
             yield from _read(CONTROLLER, report)
         case "node":
             yield from _read(NODE, report)
-            servers = report.get("servers")
-            for server_id, server in servers.items() if isinstance(servers, Mapping) else ():
-                yield from _server(str(server_id), server)
+            for server_id, server in servers_in(report).items():
+                yield from _server(server_id, server)
         case "trainer":
             yield from _read(TRAINER, report)
             yield from step_samples(report.get("last_step") or {})
