@@ -141,31 +141,25 @@ async def untrained(bus: Bus) -> list[Entry]:
     newest_step = 0
     settled: list[Entry] = []
     async for message in bus.find_messages(names.outcomes_stream, names.log):
-        try:
+        with suppress(WireError):
             if message.subject == names.cuts:
                 newest_step = max(newest_step, decode(message.data, Cut).step)
-                continue
-            outcome = decode(message.data, Outcome)
-        except WireError:
-            continue
-        if outcome.kind is not OutcomeKind.TRAINED:
-            settled.append(_of_outcome(outcome, newest_step))
+            elif (outcome := decode(message.data, Outcome)).kind is not OutcomeKind.TRAINED:
+                settled.append(_of_outcome(outcome, newest_step))
     stored: list[Entry] = []
     async for message in bus.find_messages(names.trajectories_stream, names.all_trajectories):
-        try:
+        with suppress(WireError):  # rank 0's inbox makes it a dead letter
             group = decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
-        except WireError:
-            continue  # rank 0's inbox makes it a dead letter
-        stored += [_of_slot(slot, group.group_id, group.workflow, near_step=newest_step + 1) for slot in group.slots]
+            stored += [
+                _of_slot(slot, group.group_id, group.workflow, near_step=newest_step + 1) for slot in group.slots
+            ]
     state, _ = await bus.get(RUN_STATE, RunState)
     if state is not None and state.state == "finished":
         over = f"{LEFT}: its run finished before it was trained"
         stored = [one._replace(state=LEFT, error=over) if one.state == STORED else one for one in stored]
     async for message in bus.find_messages(names.dead_stream, names.undecodable):
-        try:
+        with suppress(WireError):
             settled.append(_of_letter(decode(message.data, DeadLetter), newest_step))
-        except WireError:
-            continue
     return stored + settled
 
 
