@@ -44,15 +44,18 @@ class Ranks:
         """
         if self.rank == 0 and payload is None:
             raise ValueError("broadcast: got None on rank 0, need the bytes to send")
-        return self.gather_bytes(payload or b"")[0]
+        length = torch.tensor([len(payload or b"")])
+        dist.broadcast(length, group_src=0, group=self.control)
+        buffer = _to_tensor(payload or b"", int(length.item()))
+        dist.broadcast(buffer, group_src=0, group=self.control)
+        return buffer.numpy().tobytes()
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Return every rank's bytes, by rank, on every rank."""
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(payload)]), group=self.control)
         counts = [int(length.item()) for length in lengths]
-        # A buffer of no bytes is none to torch.
-        own = torch.frombuffer(bytearray(payload.ljust(max(1, *counts), b"\0")), dtype=torch.uint8)
+        own = _to_tensor(payload, max(counts))
         buffers = [torch.empty_like(own) for _ in counts]
         dist.all_gather(buffers, own, group=self.control)
         return [buffer[:count].numpy().tobytes() for buffer, count in zip(buffers, counts, strict=True)]
@@ -133,3 +136,11 @@ def joined_ranks(*, deadline_s: float, num_threads: int = 1) -> Iterator[Ranks]:
         yield Ranks(rank=rank, size=size, device=device, deadline_s=deadline_s, control=control)
     finally:
         dist.destroy_process_group()
+
+
+def _to_tensor(payload: bytes, length: int) -> torch.Tensor:
+    """Copy the bytes into a tensor of ``length`` >= len(payload)."""
+    buffer = torch.zeros(length, dtype=torch.uint8)
+    if payload:
+        buffer[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return buffer
