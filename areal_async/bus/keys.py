@@ -98,16 +98,15 @@ class Keys:
         await self.api.store(self._subject(key), b"", headers={"KV-Operation": "DEL"})
 
     async def entries(self, prefix: str, kind: type[R]) -> dict[str, tuple[R, int]]:
-        """Return value and revision of every key that starts with ``prefix``, in one request.
+        """Return value and revision of every key that starts with ``prefix``, which ends in a dot, in one request.
 
         Those that cannot be read are left out.
         """
         found: dict[str, tuple[R, int]] = {}
         for key, last in (await self._last(prefix)).items():
             with suppress(WireError):
-                value = await self._value(last, kind)
-                if value is not None:
-                    found[key] = (value, last.sequence)
+                if (value := await self._value(last, kind)) is not None:
+                    found[key] = value, last.sequence
         return found
 
     async def records(self, wanted: Mapping[str, type[Record]]) -> dict[str, Record]:
@@ -116,25 +115,17 @@ class Keys:
         Args:
             wanted: which kind stands at a key; or, where that ends in a dot, at every key that begins so.
         """
-        subjects: dict[str, list[str]] = {}
-        for key in wanted:
-            subjects.setdefault(self._stream(key), []).append(self._subject(f"{key}>" if key.endswith(".") else key))
         found: dict[str, Record] = {}
-        for stream, own in subjects.items():
-            for last in await self.api.read_last_of_each(stream, *own):
-                key = _key_of(last)
-                if not _is_key(key):
-                    continue
-                kinds = (wanted[one] for one in wanted if key == one or (one[-1] == "." and key.startswith(one)))
-                with suppress(WireError):
-                    value = await self._value(last, next(kinds))
-                    if value is not None:
-                        found[key] = value
+        for key, last in (await self._last(*wanted)).items():
+            kind = next(wanted[one] for one in wanted if key == one or (one[-1] == "." and key.startswith(one)))
+            with suppress(WireError):
+                if (value := await self._value(last, kind)) is not None:
+                    found[key] = value
         return found
 
-    async def keys(self, prefix: str = "") -> list[str]:
-        """Return the keys that start with ``prefix``, sorted."""
-        return sorted(await self._last(prefix))
+    async def keys(self, *wanted: str) -> list[str]:
+        """Return those of these keys that exist, sorted; of one that ends in a dot, all that begin so."""
+        return sorted(await self._last(*wanted))
 
     def watch_key(self, key: str, kind: type[R], *, poll_s: float = POLL_S) -> "Watch[R]":
         """Return the endless iterator of a key's values: the present one, then each newer one that is seen.
@@ -182,16 +173,15 @@ class Keys:
                 self._unreadable.append(message.sequence)
             return None
 
-    async def _last(self, prefix: str) -> dict[str, Message]:
-        tokens = prefix[: prefix.rfind(".") + 1]
-        buckets = [self.names.bucket_of(prefix)] if tokens else [self.names.bucket, self.names.nodes_bucket]
-        last = {
-            _key_of(message): message
-            for bucket in buckets
-            for message in await self.api.read_last_of_each(f"KV_{bucket}", f"$KV.{bucket}.{tokens}>")
-            if not _is_deleted(message)
-        }
-        return {key: message for key, message in last.items() if key.startswith(prefix) and _is_key(key)}
+    async def _last(self, *wanted: str) -> dict[str, Message]:
+        """Return the newest values of keys, by key, as ``keys`` does; each bucket is asked once."""
+        subjects: dict[str, list[str]] = {}
+        for key in wanted:
+            subjects.setdefault(self._stream(key), []).append(self._subject(f"{key}>" if key.endswith(".") else key))
+        found: dict[str, Message] = {}
+        for stream, own in subjects.items():
+            found |= {_key_of(message): message for message in await self.api.read_last_of_each(stream, *own)}
+        return {key: message for key, message in found.items() if _is_key(key) and not _is_deleted(message)}
 
     def _stream(self, key: str) -> str:
         return f"KV_{self.names.bucket_of(key)}"

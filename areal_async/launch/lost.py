@@ -84,7 +84,7 @@ async def _lost_keys(bus: Bus, counts: Mapping[str, int]) -> list[str]:
         CHECKPOINT: bus.names.outcomes_stream,
         LINEAGE: bus.names.outcomes_stream,
     }
-    there = await bus.keys()
+    there = await bus.keys(*before)
     return [key for key, stream in before.items() if counts[stream] and key not in there]
 
 

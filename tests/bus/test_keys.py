@@ -93,7 +93,7 @@ async def test_entries_and_keys_are_found_by_prefix(open_role: OpenRole) -> None
     await node.delete(node.names.server_key("s1"))
 
     assert [state for state, _ in (await node.entries("server.", ServerState)).values()] == [states[0], states[2]]
-    assert await node.keys() == [ADMITTED, "server.s0", "server.s2"]
+    assert await node.keys(ADMITTED, "server.") == [ADMITTED, "server.s0", "server.s2"]
     assert await node.keys("server.s2") == ["server.s2"]
     assert await node.entries("weights.", ServerState) == {}
     assert await node.records({"server.": ServerState, ADMITTED: Admitted, "absent": Admitted, "none.": Admitted}) == {

@@ -9,8 +9,15 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from areal_async.bus import Bus, Delivery, Message, Role, declare, forget_nodes
-from areal_async.bus.streams import MAX_NODES_KEYS, MAX_NODES_VALUE_BYTES, all_streams, reserved_bytes, stream_configs
+from areal_async.bus import Bus, Delivery, Message, Role, declare
+from areal_async.bus.streams import (
+    MAX_NODES_KEYS,
+    MAX_NODES_VALUE_BYTES,
+    all_streams,
+    forget_nodes,
+    reserved_bytes,
+    stream_configs,
+)
 from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.tasks import Tasks
@@ -309,7 +316,7 @@ async def test_the_store_of_an_earlier_version_that_holds_more_gets_the_limits_a
 
     await forget_nodes(operator)
 
-    assert await operator.keys() == [ADMITTED]
+    assert await operator.keys(ADMITTED, "server.") == [ADMITTED]
     assert await operator.get_last(BUCKETS[0], f"$KV.{RUN.bucket}.server.old") is None
 
 
@@ -337,7 +344,7 @@ async def test_another_number_of_keys_takes_effect_in_a_store_that_holds_more(
     await node.put(RUN.server_key("s0"), server("s0", fenced=True))
     with pytest.raises(StreamFullError):
         await node.put(RUN.server_key("s3"), server("s3"))
-    assert await operator.keys() == [RUN.server_key(server_id) for server_id in ("s0", "s1", "s2")]
+    assert await operator.keys("server.") == [RUN.server_key(server_id) for server_id in ("s0", "s1", "s2")]
 
 
 async def test_a_disk_that_nodes_could_fill_is_refused(open_role: OpenRole, settings: Settings) -> None:
