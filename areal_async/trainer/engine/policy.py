@@ -171,7 +171,7 @@ class FsdpEngine(TrainedEngine[Scores]):
 
     def export(self, directory: Path) -> None:
         """Write what was trained: ``model``, a Hugging Face folder, and where adapters were, ``adapter`` beside it."""
-        self.save_weights(directory / "model")
+        super().export(directory)
         if self._adapters is not None:
             tensors = self.gather_weights(self.plan_adapter())
             if self.dims.all.rank == 0:

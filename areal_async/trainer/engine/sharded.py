@@ -121,6 +121,10 @@ class TrainedEngine(ModelEngine[T]):
         """What a checkpoint holds of this engine. No collective."""
         return TrainState(self._model.decoder, self._optimizer)
 
+    def export(self, directory: Path) -> None:
+        """Write what was trained: ``model``, a Hugging Face folder. A collective."""
+        self.save_weights(directory / "model")
+
     def watch_gradients(self, see: Callable[[dict[str, Tensor]], None]) -> None:
         """Have ``see`` called in every update with each parameter's gradient, whole, before clipping, on rank 0's CPU.
 

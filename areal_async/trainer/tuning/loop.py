@@ -65,10 +65,6 @@ class TuningTask(Protocol[E_contra]):
         """
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write the model as a Hugging Face folder, ``model``, into the run directory. A collective."""
-        ...
-
 
 def split(num_examples: int, settings: TuningSettings) -> tuple[Indices, Indices]:
     """Return the indices of the examples to learn and of those held out, in an order of the seed.
@@ -125,7 +121,7 @@ def tune(
                 if step % settings.run.log_every_steps == 0 or step == total_steps:
                     say(f"step {step}/{total_steps}  {task.format_step(fields)}")
         figures, text = task.held_out(own(held_out))
-        task.save(settings.run_directory)
+        task.engine.export(settings.run_directory)
         if files:
             if len(held_out):
                 files.append({"step": total_steps, **figures, "held_out_rows": len(held_out)})

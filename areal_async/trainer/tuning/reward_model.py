@@ -6,7 +6,6 @@ critic.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from areal_async.algorithms.preference import bradley_terry_loss
@@ -58,10 +57,6 @@ class RewardModelTask:
         loss, accuracy = (one / max(1.0, sums[-1]) for one in sums[:-1])
         figures = {"held_out_loss": loss, "held_out_accuracy": accuracy}
         return figures, f"loss {loss:.4f}, pairs right {accuracy:.3f}"
-
-    def save(self, directory: Path) -> None:
-        """Write the model as a Hugging Face folder, ``model``, into the run directory."""
-        self.engine.save_weights(directory / "model")
 
 
 def load_pairs(settings: RewardModelSettings) -> list[Pair]:

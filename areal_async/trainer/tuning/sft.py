@@ -5,7 +5,6 @@ that ends a turn; only the latter two are learned.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from areal_async.algorithms.likelihood import likelihood_loss
 from areal_async.config.sft import SftSettings
@@ -49,10 +48,6 @@ class SftTask:
         total, count = self.engine.dims.data.sums([logprob, float(sum(int(row.loss_mask.sum()) for row in rows))])
         loss = -total / count if count else 0.0
         return {"held_out_loss": loss}, f"loss {loss:.4f}"
-
-    def save(self, directory: Path) -> None:
-        """Write the model as a Hugging Face folder, and beside it what adapters were trained."""
-        self.engine.export(directory)
 
 
 def load_examples(settings: SftSettings) -> list[TrainRow]:
