@@ -338,10 +338,8 @@ class Course:
         rows, ages = build_rows(
             trajectories,
             advantages=batch.advantages,
+            cut=cut,
             start=Version(LINEAGE, STEP - 1),
-            age=age,
-            max_staleness=MAX_STALENESS,
-            masks_stale=False,
             temperature=1.0,
         )
         trained = self._run_calls(rows, batch)

@@ -3,7 +3,7 @@
 It goes the same way in a run, in a replay, and where a failing group is looked for.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -103,10 +103,8 @@ class ShardTrainer:
         rows, ages = build_rows(
             trajectories,
             advantages=batch.advantages,
+            cut=cut,
             start=start,
-            age=ages_in(cut, start.lineage),
-            max_staleness=cut.max_staleness,
-            masks_stale=cut.masks_stale,
             temperature=self._settings.rollout.sampling.temperature,
         )
         report = await self.run_calls(rows, batch, step=cut.step, settings=self.settings_of(cut))
@@ -185,10 +183,8 @@ def build_rows(
     trajectories: Mapping[int, Trajectory],
     *,
     advantages: Mapping[int, NDArray[np.float32]],
+    cut: Cut,
     start: Version,
-    age: Callable[[Version], int],
-    max_staleness: int,
-    masks_stale: bool,
     temperature: float,
 ) -> tuple[list[TrainRow], AgeStats]:
     """Turn trajectories into rows, and prove their freshness: the third guard, *assert*.
@@ -196,15 +192,14 @@ def build_rows(
     Args:
         trajectories: by position in the batch.
         advantages: by the same; of each credited reply, or the one of a trajectory without credits.
-        start: the version the step starts from.
-        age: in the step that runs now.
-        masks_stale: take over-age tokens out of the loss and count them, instead of refusing them.
+        cut: of the step that runs now; it may have over-age tokens masked: left out of the loss and counted.
+        start: the version the step starts from, in the lineage that trains.
         temperature: of the run, where a token does not know its own.
 
     Raises:
         StalenessError: a token over the bound would be trained.
     """
-    rows, stats = [], AgeStats()
+    rows, stats, age, max_staleness = [], AgeStats(), ages_in(cut, start.lineage), cut.max_staleness
     for position, trajectory in sorted(trajectories.items()):
         for sequence in trajectory.sequences:
             packed, inverse = np.unique(sequence.versions, return_inverse=True)
@@ -214,7 +209,7 @@ def build_rows(
             credited_L = sequence.loss_mask if sequence.turns is None else sequence.turns != NOT_CREDITED
             mask_L = credited_L & is_fresh_L
             num_stale = int((credited_L & ~is_fresh_L).sum())
-            if num_stale and not masks_stale:
+            if num_stale and not cut.masks_stale:
                 raise StalenessError(
                     f"trajectory {trajectory.slot.sample_uid}: got {num_stale} tokens of age up to {ages_L.max()}, "
                     f"need at most {max_staleness}; the cut let them through"

@@ -520,14 +520,11 @@ async def test_mask_goes_on_without_the_straggler_and_trains_what_of_it_is_fresh
         assert {group.group_id for group in cut.groups} == {"0-2-0", "0-9-0"}
         assert cut.masks_stale
         found, _ = await fetch(trainer, slots_of(cut))
-        ages = {version: 3 - 1 - version for version in range(3)}
         _, stats = build_rows(
             found,
             advantages=dict.fromkeys(found, np.zeros(1, dtype=np.float32)),
+            cut=cut,
             start=Version(1, 2),
-            age=lambda version: ages[version.step],
-            max_staleness=cut.max_staleness,
-            masks_stale=cut.masks_stale,
             temperature=1.0,
         )
         assert (stats.num_tokens, stats.num_masked, stats.max) == (6, 2, 0)

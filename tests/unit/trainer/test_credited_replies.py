@@ -69,10 +69,8 @@ def rows_of(*slots: Slot) -> tuple[list[TrainRow], dict[str, float | int | str]]
     rows, ages = build_rows(
         {number: trajectory(one) for number, one in enumerate(slots)},
         advantages=batch.advantages,
+        cut=cut_of(*slots),
         start=Version(1, 4),
-        age=lambda version: 4 - version.step,
-        max_staleness=0,
-        masks_stale=False,
         temperature=1.0,
     )
     assert ages.num_uncredited == sum(

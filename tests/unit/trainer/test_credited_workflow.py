@@ -63,16 +63,15 @@ def _rows(trajectories: list[Trajectory]) -> list[TrainRow]:
     )
     slots = decode_headers(headers, sequence=1, num_bytes=len(payload)).slots
     group = CutGroup(group_id="0-0-0", workflow="w", slots=[CutSlot(slot=one, sequence=1) for one in slots])
-    placed = slots_of(Cut(lineage=1, step=1, groups=[group]))
+    cut = Cut(lineage=1, step=1, groups=[group])
+    placed = slots_of(cut)
     batch = agree_on_batch(placed, [], AdvantageRule(baseline="leave_one_out", std="none"), min_size=lambda _: 2)
     received = {one.position: decode_trajectory(payload, one.item.slot) for one in placed}
     rows, _ = build_rows(
         received,
         advantages=batch.advantages,
+        cut=cut,
         start=Version(1, 0),
-        age=lambda version: 0,
-        max_staleness=0,
-        masks_stale=False,
         temperature=1.0,
     )
     return rows

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from areal_async.config.settings import InferenceSettings, ModelSettings, SamplingSettings, Settings, TrainerSettings
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.pool import ServerPool
-from areal_async.protocol.types import Trajectory, Version
+from areal_async.protocol.types import Cut, Trajectory, Version
 from areal_async.protocol.wire import decode_headers, decode_trajectory, encode_message
 from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.rollout.policy.text import load_codec
@@ -71,10 +71,8 @@ def _trained(folder: Path, ranks: Ranks, trajectory: Trajectory) -> StepStats:
     rows, _ = build_rows(
         {0: trajectory},
         advantages={0: np.ones(1, dtype=np.float32)},
+        cut=Cut(lineage=0, step=1),
         start=Version(0, 0),
-        age=lambda version: 0,
-        max_staleness=0,
-        masks_stale=False,
         temperature=1.2,
     )
     model, trainer = ModelSettings(path=str(folder), dtype="float32"), TrainerSettings(token_budget=512)

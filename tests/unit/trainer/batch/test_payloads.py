@@ -104,10 +104,8 @@ def _rows(
     return build_rows(
         {0: Trajectory(slot=_slot(0), sequences=[sequence])},
         advantages={0: np.ones(1, dtype=np.float32)},
+        cut=Cut(lineage=1, step=5, max_staleness=2, masks_stale=masks),
         start=Version(1, 4),
-        age=lambda version: 4 - version.step,
-        max_staleness=2,
-        masks_stale=masks,
         temperature=0.75,
     )
 
