@@ -52,7 +52,6 @@ from areal_async.trainer.batch.step import (
 )
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
-from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.output.archive import write_archive
 from areal_async.trainer.packing.rows import TrainRow
 from areal_async.trainer.shards import ShardTrainer, StepReport, build_rows
@@ -279,7 +278,7 @@ class Course:
             }
         )
         self._engines = Engines.for_run(self.settings, ranks)
-        threads = EngineThreads.for_run(self.settings, ranks, EngineThread())
+        threads = EngineThreads.for_run(self.settings, ranks)
         self._shards = ShardTrainer(self.settings, engines=self._engines, threads=threads)
         self._target = Target(vocab_size=self._engines.vocab_size)
         self._limits = TrainingLimits(self.settings, vocab_size=self._engines.vocab_size)

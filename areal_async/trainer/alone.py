@@ -33,7 +33,6 @@ from areal_async.protocol.wire import decode_slot, encode_trajectory
 from areal_async.trainer.batch.payloads import RankShard, SlotKey, slots_of
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import joined_ranks
-from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.shards import ShardTrainer
 
 DEADLINE_S = 600.0
@@ -129,9 +128,7 @@ def serve(settings: Settings, requests: BinaryIO, answers: BinaryIO) -> None:
     shard, start = material.shard(), Version.parse(material.start)
     with joined_ranks(deadline_s=DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
         engines = Engines.for_run(settings, ranks)
-        trainer = ShardTrainer(
-            settings, engines=engines, threads=EngineThreads.for_run(settings, ranks, EngineThread())
-        )
+        trainer = ShardTrainer(settings, engines=engines, threads=EngineThreads.for_run(settings, ranks))
         for request in requests:
             groups = msgspec.json.decode(request, type=list[str])
             reason = anyio.run(functools.partial(trainer.attempt, shard, material.missing, groups, start=start))

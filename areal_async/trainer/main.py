@@ -25,7 +25,7 @@ from areal_async.trainer.batch.reader import JournalReader
 from areal_async.trainer.engine.checkpoint import CheckpointWriter
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
-from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
+from areal_async.trainer.engine.threads import BackgroundJob
 from areal_async.trainer.health import Health
 from areal_async.trainer.loop import Trainer
 from areal_async.trainer.output.archive import MetricsFile
@@ -93,7 +93,7 @@ async def _run_rank(
         loops.start_soon(reader.run)
         await reader.read_through(begin.sequence)
         feed = BatchFeed(bus, settings, lineage, reader.journal) if lineage is not None else None
-        thread = EngineThread()
+        threads = EngineThreads.for_run(settings, ranks)
         broadcaster = _broadcaster(settings, lineage, bus_url=bus_url, ranks=ranks)
         publisher = WeightsPublisher(
             settings=settings.inference,
@@ -101,7 +101,7 @@ async def _run_rank(
             weights=ServedWeights(
                 engines.actor, bucket_bytes=settings.inference.bucket_bytes, is_adapter=sends_adapter(settings)
             ),
-            thread=thread,
+            thread=threads.engine,
             writing=BackgroundJob(loops),
             bus=bus,
             lineage=lineage,
@@ -111,7 +111,7 @@ async def _run_rank(
         checkpointer = Checkpointer(
             directory=run_directory,
             engines=engines,
-            thread=thread,
+            thread=threads.engine,
             writer=writer,
             archiving=archiving,
             writing=BackgroundJob(loops),
@@ -122,7 +122,7 @@ async def _run_rank(
             directory=run_directory,
             bus=bus,
             engines=engines,
-            threads=EngineThreads.for_run(settings, ranks, thread),
+            threads=threads,
             archiving=archiving,
             lineage=begin.lineage,
             feed=feed,

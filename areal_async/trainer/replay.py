@@ -26,7 +26,6 @@ from areal_async.trainer.batch.payloads import BatchSlot, RankShard
 from areal_async.trainer.batch.step import StepResult, agree_on_batch, metrics_line
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
-from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.output.archive import MetricsFile
 from areal_async.trainer.output.archive_reader import ArchivedTrajectory, Line, read_recorded, whole_steps
 from areal_async.trainer.shards import ShardTrainer
@@ -108,7 +107,7 @@ class Replay:
         self._settings = settings
         self._engines = engines
         self._changed = changed
-        threads = EngineThreads.for_run(settings, ranks, EngineThread())
+        threads = EngineThreads.for_run(settings, ranks)
         self._shards = ShardTrainer(settings, engines=engines, threads=threads)
 
     async def step(self, recorded: Sequence[ArchivedTrajectory], made: Version) -> Metrics:

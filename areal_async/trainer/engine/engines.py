@@ -122,9 +122,9 @@ class EngineThreads:
     order on every rank too.
     """
 
-    engine: EngineThread
-    """Thread of the policy, and of everything that is not in a step."""
     is_single: bool
+    engine: EngineThread = field(default_factory=EngineThread)
+    """Thread of the policy, and of everything that is not in a step."""
     of_actor: frozenset[str] = frozenset({"actor"})
     """Roles whose calls the policy's own engine answers, in its thread."""
     others: dict[str, EngineThread] = field(default_factory=dict)
@@ -134,10 +134,10 @@ class EngineThreads:
         return "actor" if self.is_single or role in self.of_actor else role or "compute"
 
     @classmethod
-    def for_run(cls, settings: Settings, ranks: Ranks, engine: EngineThread) -> Self:
-        """Return the threads of a rank; ``engine`` is that of its policy."""
+    def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
+        """Return the threads of a rank."""
         shared = frozenset({"actor", "reference"} if shares_base(settings) else {"actor"})
-        return cls(engine=engine, is_single=ranks.device.type != "cpu", of_actor=shared)
+        return cls(is_single=ranks.device.type != "cpu", of_actor=shared)
 
     async def run(self, role: str, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, done in the thread of this role."""

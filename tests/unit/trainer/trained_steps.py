@@ -13,7 +13,6 @@ from areal_async.trainer.batch.payloads import BatchSlot
 from areal_async.trainer.batch.step import AgreedBatch
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.packing.rows import TrainRow
 from areal_async.trainer.shards import ShardTrainer
 from tests.unit.trainer.models import random_rows, tempered
@@ -34,7 +33,7 @@ class TrainedSteps:
             trainer=TrainerSettings.model_validate({"lr": 1e-3, "token_budget": 64, **critic} | (trainer or {})),
         )
         self.engines = Engines.for_run(settings, ranks)
-        threads = EngineThreads(engine=EngineThread(), is_single=False)
+        threads = EngineThreads(is_single=False)
         self._shards = ShardTrainer(settings, engines=self.engines, threads=threads)
 
     def train(self, rows: list[TrainRow], *, step: int) -> dict[str, float]:
