@@ -56,7 +56,7 @@ def main() -> None:
         folder = Path(scratch, "checkpoint")
 
         def stage() -> Callable[[], None]:
-            engines.stage_checkpoint(writer)
+            writer.stage(engines.trained)
             return lambda: writer.write(folder, b"ledger")
 
         def save() -> Callable[[], None]:

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_async.config.settings import AlgorithmSettings, ModelSettings, Settings, TrainerSettings
 from areal_async.process.host import LOOPBACK, free_port
-from areal_async.trainer.engine.checkpoint import TrainState, tensors_of
+from areal_async.trainer.engine.checkpoint import ACTOR, TrainState, tensors_of
 from areal_async.trainer.engine.critic import CriticEngine
 from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
@@ -288,7 +288,7 @@ def _state(trained: Mapping[str, TrainState]) -> Arrays:
     """Return ``<kind>/<parameter>`` of everything that a checkpoint would hold, as far as this rank has it."""
     state: Arrays = {}
     for role, one in trained.items():
-        for name, tensor in tensors_of(one, others={}).items():
+        for name, tensor in tensors_of({ACTOR: one}).items():
             kind, _, parameter = name.partition(".")
             state[f"{kind}/{_prefix(role)}{parameter}"] = _whole(tensor)
     return state

@@ -41,6 +41,11 @@ class TrainState(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
+States = Mapping[str, TrainState]
+"""Role -> what is trained of its model; the policy's is ``ACTOR``."""
+ACTOR = "actor"
+
+
 class CheckpointWriter:
     """Writes checkpoints beside the training: from copies, and with a group of its own for what ranks say.
 
@@ -55,13 +60,9 @@ class CheckpointWriter:
         self._tensors: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
 
-    def stage(self, policy: TrainState, others: Mapping[str, TrainState]) -> None:
-        """Copy what is trained to host memory; it may change when this returns. No collective.
-
-        Args:
-            others: models trained beside the policy, by role.
-        """
-        self._tensors = tensors_of(policy, others)
+    def stage(self, states: States) -> None:
+        """Copy what is trained to host memory; it may change when this returns. No collective."""
+        self._tensors = tensors_of(states)
         shards = {name: local_shard(tensor) for name, tensor in self._tensors.items()}
         for name, shard in shards.items():
             if name not in self._copies:
@@ -80,19 +81,16 @@ class CheckpointWriter:
         _write(self._tensors, directory, ledger=ledger, ranks=self._ranks, planner=StagedPlanner(self._copies))
 
 
-def save(policy: TrainState, directory: Path, *, others: Mapping[str, TrainState], ledger: bytes, ranks: Ranks) -> None:
+def save(states: States, directory: Path, *, ledger: bytes, ranks: Ranks) -> None:
     """Write the checkpoint; when this returns, on any rank, it is whole and synced. A collective.
-
-    Args:
-        others: models trained beside the policy, by role.
 
     Raises:
         PipelineError: some rank could not write; raised on every rank.
     """
-    _write(tensors_of(policy, others), directory, ledger=ledger, ranks=ranks, planner=None)
+    _write(tensors_of(states), directory, ledger=ledger, ranks=ranks, planner=None)
 
 
-def load(policy: TrainState, directory: Path, *, others: Mapping[str, TrainState], ranks: Ranks) -> bytes:
+def load(states: States, directory: Path, *, ranks: Ranks) -> bytes:
     """Restore models and optimizers in place and return the ledger on every rank. A collective.
 
     Raises:
@@ -104,10 +102,10 @@ def load(policy: TrainState, directory: Path, *, others: Mapping[str, TrainState
     ledger = directory / LEDGER
     if not ledger.is_file():
         raise PipelineError(f"checkpoint: {directory} is not one, {LEDGER} is missing")
-    tensors = tensors_of(policy, others)
+    tensors = tensors_of(states)
     reader = dcp.FileSystemReader(directory / STATE)
     saved = {str(key).partition(".")[0] for key in reader.read_metadata().state_dict_metadata}
-    missing = sorted(set(others) - saved)
+    missing = sorted(states.keys() - saved - {ACTOR})
     if missing:
         raise UserError(
             f"checkpoint: {directory} has no {missing[0]}; go on with the algorithm it was made with, or "
@@ -120,15 +118,15 @@ def load(policy: TrainState, directory: Path, *, others: Mapping[str, TrainState
     return ledger.read_bytes()
 
 
-def tensors_of(policy: TrainState, others: Mapping[str, TrainState]) -> dict[str, Tensor]:
+def tensors_of(states: States) -> dict[str, Tensor]:
     """Return every tensor that matters by its name in a checkpoint; loading writes into these very tensors.
 
     The policy's are ``<kind>.<parameter>``, those of the others ``<role>.<kind>.<parameter>``; kinds are
     ``parameters`` and AdamW's ``MOMENTS``, parameters are named as in the whole model.
     """
-    tensors = _named(policy, "")
-    for role, trained in others.items():
-        tensors |= _named(trained, f"{role}.")
+    tensors: dict[str, Tensor] = {}
+    for role, trained in states.items():
+        tensors |= _named(trained, "" if role == ACTOR else f"{role}.")
     return tensors
 
 

@@ -8,7 +8,8 @@ from typing import Self, TypeVar
 from torch import Tensor
 
 from areal_async.config.settings import Settings
-from areal_async.trainer.engine.checkpoint import CheckpointWriter, TrainState
+from areal_async.trainer.engine import checkpoint
+from areal_async.trainer.engine.checkpoint import ACTOR, TrainState
 from areal_async.trainer.engine.critic import CriticEngine
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.resharder import Resharder, RowInference, hold_same_rows
@@ -91,21 +92,20 @@ class Engines:
         resharder = self.resharders.get(role)
         return resharder.take(rows) if resharder else list(rows)
 
-    def save_checkpoint(self, directory: Path, ledger: bytes) -> None:
-        """Write everything that is trained, and the ledger, as one atomic folder. A collective."""
-        self.actor.save_checkpoint(directory, ledger, others=self._others)
+    @property
+    def trained(self) -> dict[str, TrainState]:
+        """What a checkpoint holds, by role. No collective."""
+        return {ACTOR: self.actor.trained} | ({"critic": self.critic.trained} if self.critic is not None else {})
 
-    def stage_checkpoint(self, writer: CheckpointWriter) -> None:
-        """Copy everything that is trained for ``writer`` to write. No collective."""
-        writer.stage(self.actor.trained, self._others)
+    def save_checkpoint(self, directory: Path, ledger: bytes) -> None:
+        """Write everything that is trained, and the ledger of rank 0, as one atomic folder. A collective."""
+        checkpoint.save(self.trained, directory, ledger=ledger, ranks=self.actor.dims.all)
 
     def load_checkpoint(self, directory: Path) -> bytes:
-        """Restore everything that is trained and return the ledger on every rank. A collective."""
-        return self.actor.load_checkpoint(directory, others=self._others)
-
-    @property
-    def _others(self) -> dict[str, TrainState]:
-        return {"critic": self.critic.trained} if self.critic is not None else {}
+        """Restore what any number of ranks has written and return the ledger on every rank. A collective."""
+        ledger = checkpoint.load(self.trained, directory, ranks=self.actor.dims.all)
+        self.actor.check_base(directory)
+        return ledger
 
 
 def shares_base(settings: Settings) -> bool:

@@ -6,7 +6,7 @@ call it, in the same order, from one thread each.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,7 @@ from areal_async.algorithms.objective import LossTerms, Objective, ScoredTokens
 from areal_async.algorithms.policy import PolicyLoss
 from areal_async.algorithms.presets import aggregation, policy_objective
 from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
-from areal_async.trainer.engine import checkpoint, lora, weights
+from areal_async.trainer.engine import lora, weights
 from areal_async.trainer.engine.checkpoint import TrainState
 from areal_async.trainer.engine.lora import AdapterState
 from areal_async.trainer.engine.model import PolicyModel, load_policy
@@ -187,22 +187,10 @@ class FsdpEngine(TrainedEngine[Scores]):
         """What a checkpoint holds of this engine: of a policy with adapters, those alone. No collective."""
         return super().trained if self._adapters is None else TrainState(self._adapters, self._optimizer)
 
-    def save_checkpoint(
-        self, directory: Path, ledger: bytes, *, others: Mapping[str, TrainState] | None = None
-    ) -> None:
-        """Write model, optimizer and ledger atomically. ``ledger`` counts on rank 0.
-
-        Args:
-            others: models trained beside this one, by role.
-        """
-        checkpoint.save(self.trained, directory, others=others or {}, ledger=ledger, ranks=self.dims.all)
-
-    def load_checkpoint(self, directory: Path, *, others: Mapping[str, TrainState] | None = None) -> bytes:
-        """Restore models and optimizers, written by any number of ranks, and return the ledger on every rank."""
-        ledger = checkpoint.load(self.trained, directory, others=others or {}, ranks=self.dims.all)
+    def check_base(self, directory: Path) -> None:
+        """Make sure that adapters loaded from ``directory`` are of this base (``AdapterState``). No collective."""
         if self._adapters is not None:
             self._adapters.check_base(directory)
-        return ledger
 
     @property
     def _config(self) -> Any:

@@ -70,7 +70,7 @@ class Checkpointer:
         writer = self.writer
         if writer is not None:
             with self._waiting("the copies for"):
-                await self.thread.run(lambda: self.engines.stage_checkpoint(writer))
+                await self.thread.run(lambda: writer.stage(self.engines.trained))
             write = functools.partial(self._writing_thread.run, lambda: writer.write(folder, ledger))
         else:
             write = functools.partial(self.thread.run, lambda: self.engines.save_checkpoint(folder, ledger))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer.engine.checkpoint import TrainState
 from areal_async.trainer.engine.critic import CriticEngine
+from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine, ReferenceEngine
 from areal_async.trainer.packing.rows import RETURNS, VALUES, TrainRow, with_columns
@@ -119,12 +120,12 @@ def train_in_stages(ranks: Ranks, model: Path, directory: Path) -> None:
             seen |= {f"few.{key}": one for key, one in few_rows(model, ranks, **layout).items()}
             seen |= {f"others.{key}": one for key, one in others(model, ranks, **layout).items()}
         if name == "two_by_two":
-            engine.save_checkpoint(directory / "saved_on_four", b"four")
+            Engines(actor=engine).save_checkpoint(directory / "saved_on_four", b"four")
             engine.save_weights(directory / "weights")
             seen |= {f"next.{key}": one for key, one in train(engine, 1).items()}
         if name == "interleaved":
             engine = engine_of(model, ranks, **layout)
-            engine.load_checkpoint(directory / "saved_on_one")
+            Engines(actor=engine).load_checkpoint(directory / "saved_on_one")
             seen["logprobs"] = torch.cat(engine.logprobs(batch_rows())).numpy()
             seen |= {f"next.{key}": one for key, one in train(engine, 1).items()}
         if ranks.rank == 0:

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from tests.unit.trainer.models import engine_of, random_rows
 
@@ -16,6 +17,6 @@ def train_adapters(ranks: Ranks, model: Path, directory: Path) -> list[dict[str,
     rows = random_rows(7)
     mine = [rows[:5], []] if ranks.rank == 0 else [rows[5:], rows]
     stats = [engine.train_step(part, step=step, total_steps=2) for step, part in enumerate(mine, start=1)]
-    engine.save_checkpoint(directory / "checkpoint", b"ledger")
+    Engines(actor=engine).save_checkpoint(directory / "checkpoint", b"ledger")
     engine.export(directory)
     return [asdict(one) for one in stats]

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from areal_async.errors import PipelineError
-from areal_async.trainer.engine.checkpoint import CheckpointWriter
+from areal_async.trainer.engine.checkpoint import ACTOR, CheckpointWriter
+from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.division import divide
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine
@@ -37,11 +38,11 @@ def speak_and_train(ranks: Ranks, model: Path, directory: Path) -> dict[str, Any
         engine.train_step(rows[:5] if is_first else rows[5:], step=1, total_steps=2),
         engine.train_step([] if is_first else rows, step=2, total_steps=2),
     ]
-    engine.save_checkpoint(directory / "checkpoint", b"ledger")
+    Engines(actor=engine).save_checkpoint(directory / "checkpoint", b"ledger")
     hashes = engine.save_weights(directory / "weights")
     logprobs = engine.logprobs(rows[:1] if is_first else [])
     words |= {"stats": [asdict(one) for one in stats], "hashes": hashes, "num_logprobs": len(logprobs)}
-    words["ledger"] = engine.load_checkpoint(directory / "checkpoint").decode()
+    words["ledger"] = Engines(actor=engine).load_checkpoint(directory / "checkpoint").decode()
     words["refused"] = _refusal_in(model / "config.json" / "1-1", engine)
     words["beside"] = _write_beside_steps(directory / "beside", engine, rows if is_first else [], ranks)
     send_together(model, directory, ranks)
@@ -51,7 +52,7 @@ def speak_and_train(ranks: Ranks, model: Path, directory: Path) -> dict[str, Any
 def _refusal_in(directory: Path, engine: FsdpEngine) -> str:
     """Say why no checkpoint can be written where only the first rank tries to make its folder."""
     try:
-        engine.save_checkpoint(directory, b"")
+        Engines(actor=engine).save_checkpoint(directory, b"")
     except PipelineError as exc:
         return str(exc)
     return ""
@@ -64,7 +65,7 @@ def _write_beside_steps(directory: Path, engine: FsdpEngine, rows: list[TrainRow
     """
     writer, ledgers = CheckpointWriter(ranks), []
     for step in (3, 4):
-        writer.stage(engine.trained, {})
+        writer.stage({ACTOR: engine.trained})
         staged = {name: float(tensor.norm()) for name, tensor in engine.full_parameters().items()}
         writing = threading.Thread(target=writer.write, args=(directory / str(step), f"step {step}".encode()))
         writing.start()
@@ -72,7 +73,7 @@ def _write_beside_steps(directory: Path, engine: FsdpEngine, rows: list[TrainRow
             engine.train_step(rows, step=step, total_steps=4)
             ranks.all_agree(True)
         writing.join()
-        ledgers.append(engine.load_checkpoint(directory / str(step)).decode())
+        ledgers.append(Engines(actor=engine).load_checkpoint(directory / str(step)).decode())
         loaded = {name: float(tensor.norm()) for name, tensor in engine.full_parameters().items()}
         assert loaded == staged, "a step was written into what it goes on from"
     return ledgers

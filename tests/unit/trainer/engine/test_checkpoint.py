@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from areal_async.errors import PipelineError
-from areal_async.trainer.engine.checkpoint import TrainState, load
+from areal_async.trainer.engine.checkpoint import ACTOR, TrainState, load
+from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows, save_model
 
@@ -21,11 +22,11 @@ def test_resumed_training_equals_training_that_never_stopped(model: Path, ranks:
     through = engine_of(model, ranks, warmup_steps=3)
     for step in (1, 2):
         through.train_step(batches[step - 1], step=step, total_steps=4)
-    through.save_checkpoint(tmp_path / "1-2", LEDGER)
+    Engines(actor=through).save_checkpoint(tmp_path / "1-2", LEDGER)
     resumed = engine_of(model, ranks, warmup_steps=3)
     resumed.train_step(batches[3], step=1, total_steps=4)
 
-    assert resumed.load_checkpoint(tmp_path / "1-2") == LEDGER
+    assert Engines(actor=resumed).load_checkpoint(tmp_path / "1-2") == LEDGER
 
     assert parameters_differ(resumed, through) == 0
     for step in (3, 4):
@@ -39,11 +40,11 @@ def test_resumed_training_equals_training_that_never_stopped(model: Path, ranks:
 def test_a_checkpoint_from_before_the_first_step_loads(model: Path, ranks: Ranks, tmp_path: Path) -> None:
     rows = random_rows(6)
     fresh = engine_of(model, ranks)
-    fresh.save_checkpoint(tmp_path / "1-0", b"")
+    Engines(actor=fresh).save_checkpoint(tmp_path / "1-0", b"")
     trained = engine_of(model, ranks)
     trained.train_step(rows, step=1, total_steps=2)
 
-    assert trained.load_checkpoint(tmp_path / "1-0") == b""
+    assert Engines(actor=trained).load_checkpoint(tmp_path / "1-0") == b""
 
     assert trained.train_step(rows, step=1, total_steps=2) == fresh.train_step(rows, step=1, total_steps=2)
     assert parameters_differ(trained, fresh) == 0
@@ -57,11 +58,11 @@ def test_a_checkpoint_made_or_loaded_after_an_inference_pass_is_whole(
     trained = engine_of(model, ranks)
     trained.train_step(rows, step=1, total_steps=2)
     trained.logprobs(rows)
-    trained.save_checkpoint(tmp_path / "1-1", LEDGER)
+    Engines(actor=trained).save_checkpoint(tmp_path / "1-1", LEDGER)
     resumed = engine_of(model, ranks)
     resumed.logprobs(rows)
 
-    resumed.load_checkpoint(tmp_path / "1-1")
+    Engines(actor=resumed).load_checkpoint(tmp_path / "1-1")
 
     assert resumed.train_step(rows, step=2, total_steps=2) == trained.train_step(rows, step=2, total_steps=2)
     assert parameters_differ(resumed, trained) == 0
@@ -77,19 +78,19 @@ def test_a_checkpoint_that_was_not_finished_is_not_there(
 
     monkeypatch.setattr("areal_async.trainer.engine.checkpoint.finish", fail)
     with pytest.raises(PipelineError, match="1-1 could not be written: OSError: disk full"):
-        engine.save_checkpoint(tmp_path / "1-1", LEDGER)
+        Engines(actor=engine).save_checkpoint(tmp_path / "1-1", LEDGER)
 
     assert not (tmp_path / "1-1").exists()
     with pytest.raises(PipelineError, match="1-1 is not one"):
-        engine.load_checkpoint(tmp_path / "1-1")
+        Engines(actor=engine).load_checkpoint(tmp_path / "1-1")
 
 
 def test_a_checkpoint_of_another_model_is_refused(model: Path, ranks: Ranks, tmp_path: Path) -> None:
-    engine_of(model, ranks).save_checkpoint(tmp_path / "1-1", LEDGER)
+    Engines(actor=engine_of(model, ranks)).save_checkpoint(tmp_path / "1-1", LEDGER)
     other = engine_of(save_model(tmp_path / "other", family="qwen2", tied=False), ranks)
 
     with pytest.raises(PipelineError, match="does not fit this model"):
-        other.load_checkpoint(tmp_path / "1-1")
+        Engines(actor=other).load_checkpoint(tmp_path / "1-1")
 
 
 def test_a_part_of_the_model_loads_its_own_out_of_the_whole_ones_checkpoint(
@@ -97,7 +98,7 @@ def test_a_part_of_the_model_loads_its_own_out_of_the_whole_ones_checkpoint(
 ) -> None:
     whole = engine_of(model, ranks)
     whole.train_step(random_rows(6), step=1, total_steps=2)
-    whole.save_checkpoint(tmp_path / "1-1", LEDGER)
+    Engines(actor=whole).save_checkpoint(tmp_path / "1-1", LEDGER)
     parameters = whole.full_parameters()
     last_layer = "model.layers.1.mlp."
     shapes = {name: one.shape for name, one in parameters.items() if name.startswith(last_layer)}
@@ -111,7 +112,7 @@ def test_a_part_of_the_model_loads_its_own_out_of_the_whole_ones_checkpoint(
         inside.add_module(name.split(".")[-2], nn.Linear(*reversed(shape), bias=False))
     optimizer = torch.optim.AdamW(part.parameters())
 
-    ledger = load(TrainState(part, optimizer), tmp_path / "1-1", others={}, ranks=ranks)
+    ledger = load({ACTOR: TrainState(part, optimizer)}, tmp_path / "1-1", ranks=ranks)
 
     assert ledger == LEDGER
     assert len(list(part.named_parameters())) == 3
@@ -130,8 +131,8 @@ def test_training_draws_no_random_numbers_so_that_there_is_no_state_of_them_to_k
     before = states()
     engine = engine_of(model, ranks, activation_checkpointing=True)
     engine.train_step(random_rows(6), step=1, total_steps=2)
-    engine.save_checkpoint(tmp_path / "1-1", LEDGER)
-    engine.load_checkpoint(tmp_path / "1-1")
+    Engines(actor=engine).save_checkpoint(tmp_path / "1-1", LEDGER)
+    Engines(actor=engine).load_checkpoint(tmp_path / "1-1")
     engine.logprobs(random_rows(2))
 
     assert states() == before

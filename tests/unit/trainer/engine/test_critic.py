@@ -12,6 +12,7 @@ import torch
 from areal_async.config.settings import AlgorithmSettings, ModelSettings, Settings, TrainerSettings
 from areal_async.errors import UserError
 from areal_async.trainer.engine.critic import CriticEngine
+from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.packing.rows import RETURNS, VALUES, TrainRow, with_columns
 from tests.unit.trainer.models import engine_of, random_rows, save_model
@@ -143,9 +144,9 @@ def test_a_checkpoint_holds_the_critic_and_its_optimizer(model: Path, ranks: Ran
     rows = with_targets(critic, random_rows(6))
     for step in (1, 2):
         critic.train_step(rows, step=step, total_steps=4)
-    actor.save_checkpoint(tmp_path / "1-2", b"ledger", others={"critic": critic.trained})
+    Engines(actor=actor, critic=critic).save_checkpoint(tmp_path / "1-2", b"ledger")
 
-    assert actor.load_checkpoint(tmp_path / "1-2", others={"critic": resumed.trained}) == b"ledger"
+    assert Engines(actor=actor, critic=resumed).load_checkpoint(tmp_path / "1-2") == b"ledger"
 
     for step in (3, 4):
         assert resumed.train_step(rows, step=step, total_steps=4) == critic.train_step(rows, step=step, total_steps=4)
@@ -155,10 +156,10 @@ def test_a_checkpoint_holds_the_critic_and_its_optimizer(model: Path, ranks: Ran
 
 def test_a_checkpoint_without_a_critic_does_not_start_one(model: Path, ranks: Ranks, tmp_path: Path) -> None:
     actor, critic = engine_of(model, ranks), critic_of(model, ranks)
-    actor.save_checkpoint(tmp_path / "1-1", b"")
+    Engines(actor=actor).save_checkpoint(tmp_path / "1-1", b"")
 
     with pytest.raises(UserError, match="has no critic; go on with the algorithm it was made with"):
-        actor.load_checkpoint(tmp_path / "1-1", others={"critic": critic.trained})
+        Engines(actor=actor, critic=critic).load_checkpoint(tmp_path / "1-1")
 
 
 def test_a_classifier_of_several_labels_is_no_critic(ranks: Ranks, tmp_path: Path) -> None:

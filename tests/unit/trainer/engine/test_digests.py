@@ -17,6 +17,7 @@ from areal_async.trainer.engine.digests import (
     set_aside_in,
     write_sums,
 )
+from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from tests.unit.trainer.models import engine_of
 
@@ -40,7 +41,7 @@ def test_checkpoint_of_the_engine_has_the_digest_of_each_of_its_files(
     model: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
     folder = tmp_path / "1-1"
-    engine_of(model, ranks).save_checkpoint(folder, b"{}")
+    Engines(actor=engine_of(model, ranks)).save_checkpoint(folder, b"{}")
 
     listed = {line.partition("  ")[2] for line in (folder / SUMS).read_text().splitlines()}
     there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}

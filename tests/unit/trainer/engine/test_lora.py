@@ -184,17 +184,17 @@ def test_two_ranks_train_the_adapters_that_one_does(
         for found, one in zip(stats, expected, strict=True):
             assert found == pytest.approx(one, rel=1e-4, abs=1e-6)
     together = engine_of(model, ranks, lora=LORA)
-    assert together.load_checkpoint(tmp_path / "checkpoint") == b"ledger"
+    assert Engines(actor=together).load_checkpoint(tmp_path / "checkpoint") == b"ledger"
     assert largest_gap(together.logprobs(rows), alone.logprobs(rows)) < 1e-4
     assert largest_gap(engine_of(tmp_path / "model", ranks).logprobs(rows), together.logprobs(rows)) < 1e-5
 
 
 def test_resumed_adapters_go_on_as_if_they_had_never_stopped(model: Path, ranks: Ranks, tmp_path: Path) -> None:
     rows, through = random_rows(6), adapted(model, ranks)
-    through.save_checkpoint(tmp_path / "1-2", b"ledger")
+    Engines(actor=through).save_checkpoint(tmp_path / "1-2", b"ledger")
     resumed = engine_of(model, ranks, lora=LORA)
 
-    assert resumed.load_checkpoint(tmp_path / "1-2") == b"ledger"
+    assert Engines(actor=resumed).load_checkpoint(tmp_path / "1-2") == b"ledger"
 
     assert parameters_differ(resumed, through) == 0
     assert resumed.train_step(rows, step=3, total_steps=4) == through.train_step(rows, step=3, total_steps=4)
@@ -204,7 +204,7 @@ def test_resumed_adapters_go_on_as_if_they_had_never_stopped(model: Path, ranks:
 def test_a_checkpoint_holds_adapters_and_their_moments_alone(model: Path, ranks: Ranks, tmp_path: Path) -> None:
     from torch.distributed.checkpoint import FileSystemReader
 
-    adapted(model, ranks).save_checkpoint(tmp_path / "1-2", b"")
+    Engines(actor=adapted(model, ranks)).save_checkpoint(tmp_path / "1-2", b"")
 
     saved = FileSystemReader(tmp_path / "1-2" / "state").read_metadata().state_dict_metadata
     assert {name for name in saved if "lora_" not in name} == {"parameters.base_sha256"}
@@ -215,7 +215,7 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(model: Path, ranks:
 def test_a_checkpoint_is_exported_merged(dtype: Literal["float32", "bfloat16"], ranks: Ranks, tmp_path: Path) -> None:
     model = save_model(tmp_path / "source")
     engine = adapted(model, ranks, dtype=dtype)
-    engine.save_checkpoint(tmp_path / "1-2", b"")
+    Engines(actor=engine).save_checkpoint(tmp_path / "1-2", b"")
 
     settings = ModelSettings(path=str(model), dtype=dtype)
     hashes = export_policy(tmp_path / "1-2", tmp_path / "out", model=settings, lora=LoraSettings.model_validate(LORA))
@@ -226,13 +226,13 @@ def test_a_checkpoint_is_exported_merged(dtype: Literal["float32", "bfloat16"], 
 def test_a_checkpoint_over_another_base_or_without_adapters_is_refused(
     model: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
-    adapted(model, ranks).save_checkpoint(tmp_path / "1-2", b"")
+    Engines(actor=adapted(model, ranks)).save_checkpoint(tmp_path / "1-2", b"")
     other = save_model(tmp_path / "other", seed=1)
 
     with pytest.raises(UserError, match="trained over another model than model.path names"):
-        engine_of(other, ranks, lora=LORA).load_checkpoint(tmp_path / "1-2")
+        Engines(actor=engine_of(other, ranks, lora=LORA)).load_checkpoint(tmp_path / "1-2")
     with pytest.raises(PipelineError, match="does not fit this model"):
-        engine_of(model, ranks).load_checkpoint(tmp_path / "1-2")
+        Engines(actor=engine_of(model, ranks)).load_checkpoint(tmp_path / "1-2")
 
 
 def test_only_the_named_modules_are_adapted(model: Path, ranks: Ranks) -> None:

@@ -14,7 +14,7 @@ from areal_async.process.atomic_folders import finish
 from areal_async.protocol.types import Version
 from areal_async.telemetry import wait_graph
 from areal_async.trainer.engine import checkpoint
-from areal_async.trainer.engine.checkpoint import CheckpointWriter
+from areal_async.trainer.engine.checkpoint import ACTOR, CheckpointWriter
 from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.dims import local_shard
 from areal_async.trainer.engine.parallel.ranks import Ranks
@@ -85,7 +85,7 @@ async def test_steps_go_on_while_a_checkpoint_of_an_earlier_one_is_written(
 
     assert station.folders() == ["1-1"]
     loaded = engine_of(model, ranks)
-    assert loaded.load_checkpoint(tmp_path / "checkpoints" / "1-1") == b"of step 1"
+    assert Engines(actor=loaded).load_checkpoint(tmp_path / "checkpoints" / "1-1") == b"of step 1"
     assert parameters_differ(loaded, engine_of(tmp_path / "first", ranks)) == 0
     assert parameters_differ(loaded, station.engine) > 0
     again = loaded.train_step(random_rows(4, seed=2), step=2, total_steps=9)
@@ -161,14 +161,14 @@ async def test_the_same_step_is_checkpointed_once(station: Station) -> None:
 
 async def test_copies_are_made_once_and_filled_again(station: Station) -> None:
     station.train(1)
-    station.writer.stage(station.engine.trained, {})
+    station.writer.stage({ACTOR: station.engine.trained})
     first = {name: copy.data_ptr() for name, copy in station.writer._copies.items()}
     station.train(2)
 
-    station.writer.stage(station.engine.trained, {})
+    station.writer.stage({ACTOR: station.engine.trained})
 
     assert {name: copy.data_ptr() for name, copy in station.writer._copies.items()} == first
     held = {name: copy for name, copy in station.writer._copies.items() if name.startswith("exp_avg.")}
     assert held
-    shards = checkpoint.tensors_of(station.engine.trained, {})
+    shards = checkpoint.tensors_of({ACTOR: station.engine.trained})
     assert all(bool((local_shard(shards[name]) == copy).all()) for name, copy in held.items())

@@ -14,6 +14,7 @@ from areal_async.config.settings import ModelSettings, Settings
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.trainer.engine.checkpoint import STATE
+from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.output.export import export_policy
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows
@@ -25,7 +26,7 @@ def test_an_exported_checkpoint_is_the_folder_that_the_trainer_writes(
 ) -> None:
     engine = engine_of(model, ranks, dtype=dtype)
     engine.train_step(random_rows(6), step=1, total_steps=2)
-    engine.save_checkpoint(tmp_path / "1-1", b"")
+    Engines(actor=engine).save_checkpoint(tmp_path / "1-1", b"")
     engine.save_weights(tmp_path / "direct")
 
     export_policy(
@@ -47,7 +48,7 @@ def test_an_exported_checkpoint_is_the_folder_that_the_trainer_writes(
 def test_training_starts_from_an_exported_folder(model: Path, ranks: Ranks, tmp_path: Path) -> None:
     engine = engine_of(model, ranks)
     engine.train_step(random_rows(6), step=1, total_steps=2)
-    engine.save_checkpoint(tmp_path / "1-1", b"")
+    Engines(actor=engine).save_checkpoint(tmp_path / "1-1", b"")
 
     export_policy(tmp_path / "1-1", tmp_path / "exported", model=ModelSettings(path=str(model), dtype="float32"))
 
@@ -62,7 +63,7 @@ def test_what_is_no_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_that_a_live_run_removes_meanwhile_is_no_traceback(
     model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine_of(model, ranks).save_checkpoint(tmp_path / "1-1", b"")
+    Engines(actor=engine_of(model, ranks)).save_checkpoint(tmp_path / "1-1", b"")
     shards = sorted((tmp_path / "1-1" / STATE).glob("*.distcp"))
 
     class ReadsAsItGoes(dcp.FileSystemReader):
@@ -85,7 +86,7 @@ def test_a_checkpoint_that_a_live_run_removes_meanwhile_is_no_traceback(
 
 
 def test_a_damaged_checkpoint_is_not_exported(model: Path, ranks: Ranks, tmp_path: Path) -> None:
-    engine_of(model, ranks).save_checkpoint(tmp_path / "1-1", b"")
+    Engines(actor=engine_of(model, ranks)).save_checkpoint(tmp_path / "1-1", b"")
     shard = tmp_path / "1-1" / STATE / "__0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 64
@@ -102,7 +103,7 @@ def run(model: Path, ranks: Ranks, tmp_path: Path) -> Path:
     engine = engine_of(model, ranks)
     lines = []
     for step, reward in ((1, 0.9), (2, 0.1)):
-        engine.save_checkpoint(tmp_path / "run" / "checkpoints" / f"1-{step}", b"")
+        Engines(actor=engine).save_checkpoint(tmp_path / "run" / "checkpoints" / f"1-{step}", b"")
         lines.append(json.dumps({"step": step, "weights_version": f"1-{step}", "reward_mean": reward}))
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines))
     settings = Settings.model_validate(

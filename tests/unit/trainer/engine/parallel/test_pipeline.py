@@ -10,6 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.division import divide
 from areal_async.trainer.engine.parallel.pipeline import num_microbatches
 from areal_async.trainer.engine.parallel.ranks import Ranks
@@ -39,7 +40,7 @@ def seen(ranks: Ranks, four_ranks: RankWorkers, folder: Path, deep: Path) -> See
     """Return by layout what rank 0 of four wrote, where one rank had saved a checkpoint before."""
     engine = engine_of(deep, ranks)
     one.train(engine, 1)
-    engine.save_checkpoint(folder / "saved_on_one", b"one")
+    Engines(actor=engine).save_checkpoint(folder / "saved_on_one", b"one")
     four_ranks.run(one.train_in_stages, deep, folder)
     return {name: dict(np.load(folder / f"{name}.npz")) for name in one.LAYOUTS}
 
@@ -75,7 +76,7 @@ def test_fewer_rows_than_stages_are_trained_and_none_are_too(seen: Seen, deep: P
 @pytest.mark.timeout(300)
 def test_pipeline_goes_on_from_the_checkpoint_of_one_rank(seen: Seen, folder: Path, deep: Path, ranks: Ranks) -> None:
     engine = engine_of(deep, ranks)
-    assert engine.load_checkpoint(folder / "saved_on_one") == b"one"
+    assert Engines(actor=engine).load_checkpoint(folder / "saved_on_one") == b"one"
 
     logprobs = torch.cat(engine.logprobs(one.batch_rows())).numpy()
     np.testing.assert_allclose(seen["interleaved"]["logprobs"], logprobs, rtol=0, atol=1e-5)
@@ -85,7 +86,7 @@ def test_pipeline_goes_on_from_the_checkpoint_of_one_rank(seen: Seen, folder: Pa
 @pytest.mark.timeout(300)
 def test_one_rank_goes_on_from_the_checkpoint_of_a_pipeline(seen: Seen, folder: Path, deep: Path, ranks: Ranks) -> None:
     engine = engine_of(deep, ranks, algorithm=one.ALGORITHMS["two_by_two"], max_grad_norm=1e-2, lr=1e-3)
-    assert engine.load_checkpoint(folder / "saved_on_four") == b"four"
+    assert Engines(actor=engine).load_checkpoint(folder / "saved_on_four") == b"four"
 
     _assert_close(_part(seen["two_by_two"], "next"), one.train(engine, 1), relative=1e-3)
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from areal_async.protocol.types import TensorSpec, UpdateGroup
+from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks, is_of_peers
 from tests.unit.trainer.models import engine_of, random_rows
 from tests.unit.trainer.one_of_two_leaving import miss_a_peer
@@ -96,7 +97,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_one(pair: Pair, model: Path, ranks: 
     directory, words, _ = pair
     engine = engine_of(model, ranks)
 
-    assert engine.load_checkpoint(directory / "checkpoint") == b"ledger"
+    assert Engines(actor=engine).load_checkpoint(directory / "checkpoint") == b"ledger"
 
     assert [one["ledger"] for one in words] == ["ledger", "ledger"]
     saved = load_file(directory / "weights" / "model.safetensors")
