@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_async.trainer.engine.parallel.pipeline import num_microbatches
+from areal_async.trainer.engine.parallel.execution import num_microbatches
 from areal_async.trainer.packing.flops import DecoderFlops
 from areal_async.trainer.packing.pack import pack, part_costs, spread
 from tools.bench_lengths import KINDS, draw

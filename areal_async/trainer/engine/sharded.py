@@ -24,8 +24,7 @@ from areal_async.trainer.engine.model import DTYPES
 from areal_async.trainer.engine.optimizer import learning_rate, make_optimizer
 from areal_async.trainer.engine.parallel.dims import ParallelDims
 from areal_async.trainer.engine.parallel.division import RowPacker
-from areal_async.trainer.engine.parallel.execution import Execution, Loss
-from areal_async.trainer.engine.parallel.pipeline import execution_of
+from areal_async.trainer.engine.parallel.execution import Execution, Loss, execution_of
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.tensor import sum_over_tp
 from areal_async.trainer.engine.stats import Tally

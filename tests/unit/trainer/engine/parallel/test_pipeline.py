@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.division import divide
-from areal_async.trainer.engine.parallel.pipeline import num_microbatches
+from areal_async.trainer.engine.parallel.execution import num_microbatches
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.packing.flops import DecoderFlops
 from tests.unit.trainer import one_of_a_pipeline as one
