@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -101,7 +101,7 @@ def write_archive(
     for placed in slots:
         trajectory = trajectories[placed.position]
         slot = trajectory.slot
-        own = _TokenAdvantages(trained[placed.position], trajectory.sequences, advantages[placed.position])
+        own = _TokenAdvantages.of(trained[placed.position], trajectory.sequences, advantages[placed.position])
         record = {
             "step": made.step,
             "lineage": made.lineage,
@@ -122,8 +122,8 @@ def write_archive(
         if slot.credits:
             columns.append("turns")
             record["credits"] = [
-                {**msgspec.structs.asdict(credit), "advantage": own.of_reply(number)}
-                for number, credit in enumerate(slot.credits)
+                {**msgspec.structs.asdict(credit), "advantage": advantage}
+                for credit, advantage in zip(slot.credits, own.by_reply, strict=True)
             ]
         if all(sequence.temperatures is not None for sequence in trajectory.sequences):
             columns.append("temperatures")
@@ -141,48 +141,40 @@ def write_archive(
     publish_file(temporary, path)
 
 
-class _TokenAdvantages:
+class _TokenAdvantages(NamedTuple):
     """What the tokens of one trajectory were trained with."""
 
-    def __init__(self, rows: Sequence[TrainRow], sequences: Sequence[TokenSequence], said: NDArray[np.float32]) -> None:
-        """Compare it with what rewards ``said`` of its replies."""
-        self._values = [np.broadcast_to(np.float32(row.advantage), row.num_tokens) for row in rows]
-        self._masks = [row.loss_mask for row in rows]
-        self._turns = [one.turns if one.turns is not None else np.zeros(len(one.token_ids), int) for one in sequences]
-        self._said = said
-        self._sampled = [one.loss_mask for one in sequences]
-        laid_out = [spread_over_tokens(said, turns_L) for turns_L in self._turns]
-        self._is_said = all(
-            np.array_equal(values_L[sampled_L], said_L[sampled_L])
-            for values_L, sampled_L, said_L in zip(self._values, self._sampled, laid_out, strict=True)
+    mean: float
+    """Over the trained tokens, or over the replies where rewards say it all."""
+    by_token: list[list[float | None]] | None
+    """Sequence by sequence; None where every token has what rewards say of its reply."""
+    by_reply: list[float]
+    """Mean over the trained tokens of each credited reply."""
+
+    @classmethod
+    def of(cls, rows: Sequence[TrainRow], sequences: Sequence[TokenSequence], said: NDArray[np.float32]) -> Self:
+        """Compare what the rows were trained with to what rewards ``said`` of their replies."""
+        values = [np.broadcast_to(np.float32(row.advantage), row.num_tokens) for row in rows]
+        masks, sampled = [row.loss_mask for row in rows], [one.loss_mask for one in sequences]
+        turns = [one.turns if one.turns is not None else np.zeros(len(one.token_ids), int) for one in sequences]
+        if all(
+            np.array_equal(values_L[sampled_L], spread_over_tokens(said, turns_L)[sampled_L])
+            for values_L, sampled_L, turns_L in zip(values, sampled, turns, strict=True)
+        ):
+            return cls(float(np.mean(said, dtype=np.float64)), None, [float(one) for one in said])
+
+        def mean(masks: Sequence[NDArray[np.bool_]]) -> float:
+            chosen = np.concatenate([values_L[mask_L] for values_L, mask_L in zip(values, masks, strict=True)])
+            return float(np.mean(chosen, dtype=np.float64)) if chosen.size else 0.0
+
+        return cls(
+            mean(masks if any(mask_L.any() for mask_L in masks) else sampled),
+            [
+                [float(value) if is_trained else None for value, is_trained in zip(values_L, mask_L, strict=True)]
+                for values_L, mask_L in zip(values, masks, strict=True)
+            ],
+            [mean([mask & (turn == n) for mask, turn in zip(masks, turns, strict=True)]) for n in range(len(said))],
         )
-
-    @property
-    def by_token(self) -> list[list[float | None]] | None:
-        """Sequence by sequence; None where every token has what rewards say of its reply."""
-        if self._is_said:
-            return None
-        return [
-            [float(value) if is_trained else None for value, is_trained in zip(values_L, mask_L, strict=True)]
-            for values_L, mask_L in zip(self._values, self._masks, strict=True)
-        ]
-
-    @property
-    def mean(self) -> float:
-        """Over the trained tokens, or over the replies where rewards say it all."""
-        if self._is_said:
-            return float(np.mean(self._said, dtype=np.float64))
-        return self._mean(self._masks if any(mask_L.any() for mask_L in self._masks) else self._sampled)
-
-    def of_reply(self, number: int) -> float:
-        """Return the mean over the trained tokens of one credited reply."""
-        if self._is_said:
-            return float(self._said[number])
-        return self._mean([mask & (turns == number) for mask, turns in zip(self._masks, self._turns, strict=True)])
-
-    def _mean(self, masks: Sequence[NDArray[np.bool_]]) -> float:
-        chosen = np.concatenate([values_L[mask_L] for values_L, mask_L in zip(self._values, masks, strict=True)])
-        return float(np.mean(chosen, dtype=np.float64)) if chosen.size else 0.0
 
 
 def abandon_archive(directory: Path, *, after_step: int, before_lineage: int) -> int:
