@@ -353,7 +353,7 @@ class Course:
         result = StepResult(
             version=made_version, batch=numbers, stats=trained.stats, started=0.0, wait_s=0.0, train_s=0.0
         )
-        line = metrics_line(result, weights_s=0.0, checkpoint_s=0.0, dropped_stale=0, failed=0)
+        line = metrics_line(result)
         bad = [name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
         bad += [name for name in ("num_skipped", "value_num_skipped") if line.get(name)]
         if bad:

@@ -63,11 +63,6 @@ class Trainer:
         return f"looking for what step {step} fails with" if step else self._state
 
     @property
-    def alarms(self) -> list[str]:
-        """What is wrong with learning now, a sentence each."""
-        return self.health.sentences
-
-    @property
     def waits_for(self) -> str:
         """What the next cut waits for; empty while a step runs, and on every rank but the first."""
         return self.feed.waits_for if self.feed is not None and self._state == "waiting" else ""
@@ -220,14 +215,8 @@ class Trainer:
             wait_s=result.wait_s,
             train_s=result.train_s,
         )
-        dropped_stale, failed = self.feed.planner.take_counts()
-        line = metrics_line(
-            result,
-            weights_s=weights_s,
-            checkpoint_s=self.checkpointer.take_held_up_s(),
-            dropped_stale=dropped_stale,
-            failed=failed,
-        )
+        checkpoint_s, num_ended = self.checkpointer.take_held_up_s(), self.feed.planner.take_counts()
+        line = metrics_line(result, weights_s=weights_s, checkpoint_s=checkpoint_s, num_ended=num_ended)
         self.health.settings = self.feed.now.health
         judged = await self.health.judge(line)
         self.metrics_file.append(judged)

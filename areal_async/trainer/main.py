@@ -208,7 +208,7 @@ def _state(bus: Bus, trainer: Trainer, rank: int) -> dict[str, Any]:
     now: dict[str, Any] = {"rank": rank, "waits": wait_graph.report(wait_graph.rank(rank))}
     if rank == 0:
         now |= {"state": trainer.state, "waits_for": trainer.waits_for, "step": trainer.step}
-        now |= {"num_dead_letters": bus.num_dead_letters, "alarms": trainer.alarms}
+        now |= {"num_dead_letters": bus.num_dead_letters, "alarms": trainer.health.sentences}
     return now
 
 

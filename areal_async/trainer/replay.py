@@ -144,7 +144,7 @@ class Replay:
             wait_s=0.0,
             train_s=train_s,
         )
-        return metrics_line(result, weights_s=0.0, checkpoint_s=0.0, dropped_stale=0, failed=0)
+        return metrics_line(result)
 
     def _cut_of(self, recorded: Sequence[ArchivedTrajectory], made: Version) -> Cut:
         """Return the cut of the recorded step without its groups; what was changed since stands in no cut."""

@@ -81,10 +81,6 @@ class AgreedBatch:
     """Groups left with fewer than ``min_group_size`` slots."""
 
     @property
-    def rewards(self) -> list[float]:
-        return [slot.header.reward for slot in self.slots]
-
-    @property
     def num_groups(self) -> int:
         return len({slot.group_id for slot in self.slots})
 
@@ -136,9 +132,9 @@ def batch_metrics(
         age: in the step.
     """
     ages = [shard.ages for shard in shards]
-    rewards = np.array(batch.rewards, dtype=np.float64)
-    num_tokens = sum(one.num_tokens for one in ages)
     headers = [slot.header for slot in batch.slots]
+    rewards = np.array([one.reward for one in headers], dtype=np.float64)
+    num_tokens = sum(one.num_tokens for one in ages)
     return {
         "reward_mean": float(rewards.mean()) if rewards.size else 0.0,
         "reward_std": float(rewards.std()) if rewards.size else 0.0,
@@ -223,13 +219,15 @@ class StepResult:
 
 
 def metrics_line(
-    result: StepResult, *, weights_s: float, checkpoint_s: float, dropped_stale: int, failed: int
+    result: StepResult, *, weights_s: float = 0.0, checkpoint_s: float = 0.0, num_ended: tuple[int, int] = (0, 0)
 ) -> dict[str, float | int | str]:
     """Return the step's line of ``metrics.jsonl``.
 
     Args:
         checkpoint_s: for which a checkpoint has held up the steps since the line before.
+        num_ended: groups dropped as stale, and groups that failed, since then.
     """
+    dropped_stale, failed = num_ended
     stats = {name: value for name, value in asdict(result.stats).items() if name != "num_tokens"}
     return plain(
         {
