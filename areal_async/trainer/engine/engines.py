@@ -83,9 +83,7 @@ class Engines:
     def reference_logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """Return ``logprobs`` of the actor's rows by the reference. A collective."""
         assert self.reference is not None
-        if isinstance(self.reference, FsdpEngine):
-            return self.reference.base_logprobs(rows)
-        return self.infer("reference", rows, self.reference.logprobs)
+        return self.infer("reference", rows, self.reference.base_logprobs)
 
     def rows_for(self, role: str, rows: Sequence[TrainRow]) -> list[TrainRow]:
         """Return this rank's rows of that role's model for those of the actor's. A collective."""

@@ -23,10 +23,15 @@ _MARKS = (
 )
 
 
+def layer_of(name: str) -> int | None:
+    """Return the number of the decoder layer that a parameter belongs to; None for one outside of layers."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None
+
+
 def num_layers(names: Iterable[str]) -> int:
     """Return the number of decoder layers, as far as these parameters tell."""
-    found = [int(match.group(1)) for name in names if (match := _LAYER.search(name))]
-    return max(found, default=-1) + 1
+    return max((layer for name in names if (layer := layer_of(name)) is not None), default=-1) + 1
 
 
 def groups_of(name: str, *, num_layers: int) -> tuple[str, ...]:
@@ -37,5 +42,5 @@ def groups_of(name: str, *, num_layers: int) -> tuple[str, ...]:
         num_layers: of the whole model.
     """
     kind = next((kind for kind, mark in _MARKS if mark.search(name)), "other")
-    layer = _LAYER.search(name)
-    return (kind, THIRDS[int(layer.group(1)) * 3 // num_layers]) if layer else (kind,)
+    layer = layer_of(name)
+    return (kind,) if layer is None else (kind, THIRDS[layer * 3 // num_layers])

@@ -245,6 +245,6 @@ class ReferenceEngine(ModelEngine[Scores]):
             ranks=ranks,
         )
 
-    def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
+    def base_logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """Return for each row the logprob of every token in its loss; 0 elsewhere [L]. A collective."""
         return self._infer(rows, lambda packed: [logprobs_S for logprobs_S, _ in self._execution.infer(packed)])

@@ -129,17 +129,14 @@ class Tally:
         """
         self.updates.append(update)
         for one, row in zip(terms, rows, strict=True):
-            self._add(one, row, is_counted=update.is_made)
-
-    def _add(self, terms: LossTerms, row: PackedRow, *, is_counted: bool) -> None:
-        sums = {"loss": terms.loss.detach(), "tokens": row.mask_S.sum(), "units": row.units_S.sum(), **terms.sums}
-        # Every rank brings the same names, whatever it counts: they are added up by place.
-        for name, value in sums.items():
-            seen = self.sums.get(name, torch.zeros((), dtype=torch.float64, device=value.device))
-            self.sums[name] = seen + value.double() if is_counted else seen
-        for name, value in terms.maxima.items():
-            most = self.maxima.get(name, torch.zeros_like(value))
-            self.maxima[name] = torch.maximum(most, value) if is_counted else most
+            sums = {"loss": one.loss.detach(), "tokens": row.mask_S.sum(), "units": row.units_S.sum(), **one.sums}
+            # Every rank brings the same names, whatever it counts: they are added up by place.
+            for name, value in sums.items():
+                seen = self.sums.get(name, torch.zeros((), dtype=torch.float64, device=value.device))
+                self.sums[name] = seen + value.double() if update.is_made else seen
+            for name, value in one.maxima.items():
+                most = self.maxima.get(name, torch.zeros_like(value))
+                self.maxima[name] = torch.maximum(most, value) if update.is_made else most
 
     @property
     def grad_norm(self) -> float:

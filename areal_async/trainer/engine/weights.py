@@ -5,7 +5,6 @@ The folder holds all that the model's source folder held besides weights: a prog
 
 import hashlib
 import json
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from areal_async.inference.weight_group import describe, flatten, unflatten
 from areal_async.process.atomic_folders import written_whole
 from areal_async.protocol.types import TensorSpec
+from areal_async.trainer.engine.gradient_groups import layer_of
 from areal_async.trainer.engine.lora import BASE, LoraLinear, adapters, is_adapter, merge, peft_name
 from areal_async.trainer.engine.parallel.dims import whole_of
 from areal_async.trainer.engine.parallel.ranks import Ranks
@@ -27,8 +27,6 @@ MAX_FILE_BYTES = 5 << 30
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
 
 Bucket = list[TensorSpec]
-
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def plan(
@@ -103,14 +101,14 @@ def witnesses(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     They are chosen from those that servers keep as they are: the norms of the first, the middle and the last layer
     and those outside of layers, and the last matrix of the first and the last layer.
     """
-    layers = sorted({layer for name in tensors if (layer := _layer_of(name)) is not None})
+    layers = sorted({layer for name in tensors if (layer := layer_of(name)) is not None})
     ends = {layers[0], layers[-1]} if layers else set()
     looked_at = {None, *ends, *layers[len(layers) // 2 :][:1]}
 
     def is_witness(name: str, tensor: Tensor) -> bool:
         if tensor.ndim == 1:
-            return "norm" in name and _layer_of(name) in looked_at
-        return name.endswith(".down_proj.weight") and _layer_of(name) in ends
+            return "norm" in name and layer_of(name) in looked_at
+        return name.endswith(".down_proj.weight") and layer_of(name) in ends
 
     return {name: _sha256(tensor) for name, tensor in tensors.items() if is_witness(name, tensor)}
 
@@ -127,9 +125,9 @@ def base_witnesses(causal_lm: nn.Module) -> dict[str, str]:
 
 def adapter_witnesses(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return {PEFT's name: sha256 of the bytes} of the adapters of the first and the last layer."""
-    layers = [layer for name in tensors if (layer := _layer_of(name)) is not None]
+    layers = [layer for name in tensors if (layer := layer_of(name)) is not None]
     ends = {min(layers), max(layers)}
-    return {peft_name(name): _sha256(tensor) for name, tensor in tensors.items() if _layer_of(name) in ends}
+    return {peft_name(name): _sha256(tensor) for name, tensor in tensors.items() if layer_of(name) in ends}
 
 
 def _served(parameter: Tensor, adapted: LoraLinear | None, dtype: torch.dtype, *, device: torch.device) -> Tensor:
@@ -149,11 +147,6 @@ def _shapes(causal_lm: nn.Module) -> Iterable[tuple[str, torch.Size]]:
     if isinstance(causal_lm, StagedModel):
         return causal_lm.shapes.items()
     return ((name, parameter.shape) for name, parameter in causal_lm.named_parameters())
-
-
-def _layer_of(name: str) -> int | None:
-    found = _LAYER.search(name)
-    return int(found[1]) if found else None
 
 
 def _copy_companions(source: Path, folder: Path) -> None:

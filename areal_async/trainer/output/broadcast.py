@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import structlog
@@ -25,6 +26,11 @@ NATS_PORT = 4222
 log = structlog.get_logger()
 
 
+class _Member(NamedTuple):
+    incarnation: str
+    num_ranks: int
+
+
 class Broadcaster:
     """Makes the group, sends over it, and gives it up. ``send`` may run in another thread than the rest."""
 
@@ -35,7 +41,7 @@ class Broadcaster:
         self._backend = backend
         self.deadline_s = deadline_s
         self._num_groups = 0
-        self._members: dict[str, ServerState] = {}
+        self._members: dict[str, _Member] = {}
         self._revisions: dict[str, int] = {}
         self._shunned: dict[str, int] = {}
         """Members of a group that broke -> the revision of their state then: they must speak up to be asked again."""
@@ -57,15 +63,14 @@ class Broadcaster:
             servers: their states, with the revisions of these.
         """
         wanted = {
-            state.server_id: (state, revision)
+            state.server_id: (_Member(state.incarnation, state.num_ranks), revision)
             for state, revision in servers
             if not state.fenced and state.version and self._shunned.get(state.server_id) != revision
         }
         members = {server_id: wanted[server_id][0] for server_id in sorted(wanted)}
         self._ends_at = time.monotonic() + self.deadline_s
-        is_same = _identities(members) == _identities(self._members)
         self._revisions = {server_id: revision for server_id, (_, revision) in wanted.items()}
-        if not (is_same and self.has_group):
+        if members != self._members or not self.has_group:
             self.close()
             self._members = members
             self._description = self._host() if members else None
@@ -145,7 +150,3 @@ def address_towards(url: str) -> str:
         probe.connect(destination)  # of datagrams: sends nothing, picks the interface
         address: str = probe.getsockname()[0]
     return address
-
-
-def _identities(members: Mapping[str, ServerState]) -> dict[str, tuple[str, int]]:
-    return {server_id: (member.incarnation, member.num_ranks) for server_id, member in members.items()}

@@ -80,7 +80,7 @@ def others(model: Path, ranks: Ranks, **layout: Any) -> Arrays:
     return {
         "value_grad_norm": np.array(stats.value_grad_norm),
         "values": torch.cat(critic.values(rows)).numpy(),
-        "reference": torch.cat(reference.logprobs(rows)).numpy(),
+        "reference": torch.cat(reference.base_logprobs(rows)).numpy(),
         **{f"critic.{name}": one for name, one in arrays(critic.full_parameters()).items()},
     }
 

@@ -76,7 +76,7 @@ def _trained(folder: Path, ranks: Ranks, trajectory: Trajectory) -> StepStats:
         temperature=1.2,
     )
     model, trainer = ModelSettings(path=str(folder), dtype="float32"), TrainerSettings(token_budget=512)
-    said = ReferenceEngine(Settings(model=model, trainer=trainer), ranks).logprobs(rows)
+    said = ReferenceEngine(Settings(model=model, trainer=trainer), ranks).base_logprobs(rows)
     rows = with_columns(rows, {REFERENCE: [one.numpy() for one in said]})
     engine = engine_of(folder, ranks, token_budget=512, algorithm={"kl_coef": 0.1})
     return engine.train_step(rows, step=1, total_steps=1, columns=(REFERENCE,))
