@@ -151,10 +151,8 @@ def find_archived(run_directory: Path, step: int, uids: Collection[str]) -> dict
 
     A lineage that is replaced has its files in ``abandoned/``. One that cannot be read counts as not there.
     """
-    folder, found = run_directory / "trajectories", dict[str, Trajectory]()
-    for path in sorted(
-        [*folder.glob(f"step-{step:06d}-*.parquet"), *folder.glob(f"abandoned/step-{step:06d}-*.parquet")]
-    ):
+    found: dict[str, Trajectory] = {}
+    for path in sorted((run_directory / "trajectories").rglob(f"step-{step:06d}-*.parquet")):
         try:
             rows = read_recorded([path])
         except UserError:

@@ -6,7 +6,6 @@ Which rows are held out and in which order the others come follows from the seed
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -107,26 +106,26 @@ def tune(
             return [every[place] for place in balance(list(map(task.cost, every)), num_ranks=data.size)[data.rank]]
 
         total_steps = settings.run.steps or max(1, round(settings.run.epochs * len(trained) / batch_size))
-        files = _RunFiles(settings.run_directory) if ranks.rank == 0 else None
-        if files:
-            files.start(settings)
+        directory, is_first = settings.run_directory, ranks.rank == 0
+        if is_first:
+            _begin(directory, settings)
         batches = endless_batches(trained, size=batch_size, seed=settings.run.seed)
         for step in range(1, total_steps + 1):
             started = time.monotonic()
             stats = task.engine.train_step(own(next(batches)), step=step, total_steps=total_steps)
-            if files:
+            if is_first:
                 fields = {"step": step, **{name: getattr(stats, name) for name in task.step_fields}}
                 fields["time_step_s"] = time.monotonic() - started
-                files.append(fields)
+                _append(directory, fields)
                 if step % settings.run.log_every_steps == 0 or step == total_steps:
                     say(f"step {step}/{total_steps}  {task.format_step(fields)}")
         figures, text = task.held_out(own(held_out))
-        task.engine.export(settings.run_directory)
-        if files:
+        task.engine.export(directory)
+        if is_first:
             if len(held_out):
-                files.append({"step": total_steps, **figures, "held_out_rows": len(held_out)})
+                _append(directory, {"step": total_steps, **figures, "held_out_rows": len(held_out)})
                 say(f"held-out {text} over {len(held_out)} rows")
-            say(f"model written to {settings.run_directory / 'model'}")
+            say(f"model written to {directory / 'model'}")
 
 
 def endless_batches(rows: Indices, *, size: int, seed: int) -> Iterator[Indices]:
@@ -218,17 +217,12 @@ def _wrong_cell(cell: object, place: int, column: str, dataset: DatasetSettings,
     return UserError(f"dataset: {dataset.source} row {place}: {column} is {got}, need {need}")
 
 
-@dataclass(frozen=True, slots=True)
-class _RunFiles:
-    """The run directory's ``config.yaml`` and ``metrics.jsonl``."""
+def _begin(directory: Path, settings: TuningSettings) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
+    (directory / "metrics.jsonl").unlink(missing_ok=True)
 
-    directory: Path
 
-    def start(self, settings: TuningSettings) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / "config.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
-        (self.directory / "metrics.jsonl").unlink(missing_ok=True)
-
-    def append(self, fields: Mapping[str, float]) -> None:
-        with (self.directory / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(fields) + "\n")
+def _append(directory: Path, fields: Mapping[str, float]) -> None:
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(fields) + "\n")
