@@ -180,12 +180,12 @@ class ServerPool:
             try:
                 with wait_graph.on(wait_graph.server(self._name_one(preferred)), "a place on"):
                     await self._wait(waiter)
+                if waiter.server is not None and waiter.server.is_serviceable:
+                    server = waiter.server
             finally:
                 self._waiters.pop(waiter, None)
-                if waiter.server is not None and not waiter.server.is_serviceable:  # fenced since it was called
+                if waiter.server is not None and server is None:  # fenced since it was called, or it was cancelled
                     self.release(waiter.server, cost_tokens=cost_tokens)
-                    waiter.server = None
-            server = waiter.server
         return server
 
     def release(self, server: ServerHandle, *, cost_tokens: int = 0) -> None:
@@ -208,21 +208,15 @@ class ServerPool:
             await self._changed.wait()
 
     async def _wait(self, waiter: _Waiter) -> None:
-        """Wait until ``waiter`` is called; a place that comes together with a cancellation goes to the next."""
-        try:
-            while not waiter.called.is_set():
-                with anyio.move_on_after(self._deadline_s):
-                    await waiter.called.wait()
-                if not waiter.called.is_set() and not any(one.is_serviceable for one in self.servers.values()):
-                    states = ", ".join(f"{one.id} ({one.fence or one.doubt})" for one in self.servers.values())
-                    raise GenerationError(
-                        f"no inference server within {self._deadline_s:g} s: {states or 'the node has none'}"
-                    )
-        except anyio.get_cancelled_exc_class():
-            if waiter.server is not None:
-                self.release(waiter.server, cost_tokens=waiter.cost_tokens)
-                waiter.server = None
-            raise
+        """Wait until ``waiter`` is called; a place that comes together with a cancellation is its to give back."""
+        while not waiter.called.is_set():
+            with anyio.move_on_after(self._deadline_s):
+                await waiter.called.wait()
+            if not waiter.called.is_set() and not any(one.is_serviceable for one in self.servers.values()):
+                states = ", ".join(f"{one.id} ({one.fence or one.doubt})" for one in self.servers.values())
+                raise GenerationError(
+                    f"no inference server within {self._deadline_s:g} s: {states or 'the node has none'}"
+                )
 
     def _name_one(self, preferred: ServerHandle | None) -> str:
         """Name the server that a request waits for most."""
