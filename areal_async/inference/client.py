@@ -20,7 +20,7 @@ from areal_async.inference.commands import DETERMINISTIC, draws_by_seed
 from areal_async.inference.completion import Completion
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import StreamClient, StreamTransport, make_client
-from areal_async.inference.pool import ServerHandle, ServerPool
+from areal_async.inference.pool import KEPT_TOKENS, MIN_ROOM_TOKENS, ServerHandle, ServerPool
 from areal_async.inference.request import check_token_ids
 from areal_async.inference.streams import TokenStreams
 from areal_async.protocol.types import Turn
@@ -153,11 +153,11 @@ def _fit(completion: Completion, server: ServerHandle) -> None:
     Raises:
         ContextFull: there is none.
     """
-    room_tokens = server.room_after(len(completion.prompt_ids) + len(completion.output_ids))
-    if room_tokens is None:
+    if server.context_tokens is None:
         return
+    left_tokens = server.context_tokens - len(completion.prompt_ids) - len(completion.output_ids)
+    room_tokens = left_tokens - KEPT_TOKENS if left_tokens >= MIN_ROOM_TOKENS else 0
     if not room_tokens and not completion.output_ids:
-        assert server.context_tokens is not None
         raise ContextFull(len(completion.prompt_ids), server.context_tokens, "inference.context_length or the model's")
     completion.fit(room_tokens)
 

@@ -74,13 +74,6 @@ class ServerHandle:
     def has_place(self) -> bool:
         return self.is_serviceable and not self.is_held and self.num_requests < self.limit
 
-    def room_after(self, num_tokens: int) -> int | None:
-        """Return the longest answer to a prompt of ``num_tokens`` that it takes, 0 for none; ``None`` if unknown."""
-        if self.context_tokens is None:
-            return None
-        left = self.context_tokens - num_tokens
-        return left - KEPT_TOKENS if left >= MIN_ROOM_TOKENS else 0
-
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
