@@ -143,7 +143,7 @@ class InferenceClient:
                 num_fruitless = 0
             elif is_faulty:  # a pause in mode ``abort`` is nobody's fault, however often it comes
                 num_fruitless += 1
-            await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**num_fruitless))
+            await anyio.sleep(backoff_s(num_fruitless))
         raise GenerationError(f"generation: {num_fruitless} streams in a row gave no new token, the last one: {cause}")
 
 
@@ -160,6 +160,11 @@ def _fit(completion: Completion, server: ServerHandle) -> None:
     if not room_tokens and not completion.output_ids:
         raise ContextFull(len(completion.prompt_ids), server.context_tokens, "inference.context_length or the model's")
     completion.fit(room_tokens)
+
+
+def backoff_s(num_failures: int) -> float:
+    """Return how long to wait before asking again after so many failures in a row."""
+    return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0**num_failures)
 
 
 def check_prompt(prompt_ids: list[int], vocab_size: int | None) -> None:

@@ -13,12 +13,7 @@ import structlog
 
 from areal_async.config.settings import InferenceSettings
 from areal_async.errors import GenerationError
-from areal_async.inference.client import (
-    FIRST_BACKOFF_S,
-    MAX_BACKOFF_S,
-    MAX_FRUITLESS_STREAMS,
-    check_prompt,
-)
+from areal_async.inference.client import MAX_FRUITLESS_STREAMS, backoff_s, check_prompt
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import JSON, TRANSPORT_ERRORS, make_client, refusal
 from areal_async.inference.pool import ServerHandle, ServerPool
@@ -71,7 +66,7 @@ class ScoringClient:
             num_tries += 1
             if num_tries == MAX_FRUITLESS_STREAMS:
                 raise GenerationError(f"score: {num_tries} requests in a row were not answered, the last one: {cause}")
-            await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**num_tries))
+            await anyio.sleep(backoff_s(num_tries))
 
     async def _ask(self, server: ServerHandle, prompt_ids: list[int]) -> float:
         """Return the score, from one server.
