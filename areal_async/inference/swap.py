@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,15 +106,10 @@ async def swap(
         ServerFault: it did not pause, load, name the new version or continue; unless it could not even continue, it
             is still paused.
     """
-
-    async def load() -> None:
-        await api.load_weights(
-            path=_absolute(target.path),
-            version=target.version,
-            flush_cache=_may_flush(mode),
-            deadline_s=deadline_s,
-        )
-
+    path = _absolute(target.path)
+    load = partial(
+        api.load_weights, path=path, version=target.version, flush_cache=_may_flush(mode), deadline_s=deadline_s
+    )
     return await _update(api, target, load, check, mode=mode)
 
 

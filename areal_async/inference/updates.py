@@ -181,17 +181,10 @@ class Updater:
             ServerFault: the server cannot be repaired in place.
         """
         stage_s = await self._around.staging.check(order) if order.path else 0.0
-        join_s = 0.0
-        if not self._server.version:
-            swapped: SwapTimes | None = await self._restore(order)
-        elif order.path:
-            swapped = await self._attempt(order, swap, self._around.settings.start_deadline_s)
-        else:
-            met_s = await self._join_in_time(order)
-            if met_s is None:
-                return
-            join_s = met_s
-            swapped = await self._attempt(order, swap_by_broadcast, self._around.settings.transfer_deadline_s)
+        join_s = 0.0 if order.path else await self._join_in_time(order)
+        if join_s is None:
+            return
+        swapped = await self._attempt(order)
         if swapped is None:
             return
         self._around.pool.admit(self._server, url=self._api.url, version=order.version)
@@ -203,23 +196,6 @@ class Updater:
             transfer_s=round(swapped.transfer_s, 4), resume_s=round(swapped.resume_s, 4),
         )  # fmt: skip
         await self._around.publish(self._server)
-
-    async def _restore(self, order: WeightsVersion) -> SwapTimes:
-        settings = self._around.settings
-        self.is_updating = True
-        try:
-            times = await swap(
-                self._api,
-                order,
-                mode=settings.interrupt,
-                deadline_s=settings.start_deadline_s,
-                check=self._around.verifier.check,
-            )
-        except ServerFault:
-            self._around.staging.forget()
-            raise
-        self.is_updating = False
-        return times
 
     async def _join_in_time(self, order: WeightsVersion) -> float | None:
         """Meet the group of a broadcast; None when it was missed, which a server that is well survives."""
@@ -263,24 +239,30 @@ class Updater:
             except RefusalFault as exc:
                 log.debug("group.not_left", server_id=self._server.id, group=group, cause=str(exc))
 
-    async def _attempt(
-        self, order: WeightsVersion, change: Callable[..., Awaitable[SwapTimes]], deadline_s: float
-    ) -> SwapTimes | None:
-        """Update a server that serves; None when that failed, and it is fenced, paused and to be restored.
+    async def _attempt(self, order: WeightsVersion) -> SwapTimes | None:
+        """Update the server; None when it served and that failed: it is fenced, paused and to be restored.
 
         Raises:
-            ServerFault: it does not answer any more.
+            ServerFault: it does not answer any more, or could not be restored.
         """
+        settings, mode = self._around.settings, self._around.settings.interrupt
+        is_serving = bool(self._server.version)
         self.is_updating = True
-        if self._around.settings.interrupt == "in_place":
+        if is_serving and mode == "in_place":
             self._around.pool.hold(self._server)
         try:
-            times = await change(self._api, order, mode=self._around.settings.interrupt, deadline_s=deadline_s)
+            if order.path:
+                check = check_version if is_serving else self._around.verifier.check
+                times = await swap(self._api, order, mode=mode, deadline_s=settings.start_deadline_s, check=check)
+            else:
+                times = await swap_by_broadcast(self._api, order, mode=mode, deadline_s=settings.transfer_deadline_s)
         except ServerFault as exc:
+            self._around.staging.forget()
+            if not is_serving:
+                raise
             log.warning("update.failed", server_id=self._server.id, version=order.version, cause=str(exc))
             self._server.incarnation = uuid4().hex  # to a trainer that broadcasts, it is another server from now on
             await self._around.fence(self._server, f"update to {order.version} failed: {exc}")
-            self._around.staging.forget()
             group, self._group = self._group, ""
             try:
                 await abandon(self._api, group)
