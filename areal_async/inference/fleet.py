@@ -16,10 +16,11 @@ import structlog
 from areal_async.config.settings import Settings
 from areal_async.inference.commands import choose_backend, has_sha256, server_command
 from areal_async.inference.faults import ServerFault
-from areal_async.inference.http import make_client
+from areal_async.inference.http import ServerApi, make_client
 from areal_async.inference.pool import ServerHandle, ServerPool
+from areal_async.inference.servers import ServerProcess
 from areal_async.inference.supervisor import ServerSupervisor
-from areal_async.inference.updates import FleetContext, Target
+from areal_async.inference.updates import FleetContext
 from areal_async.inference.verify import Verifier
 
 LEFT = "left"
@@ -58,16 +59,15 @@ class Fleet:
         self._first_gpu = first_gpu
         self._log_directory = log_directory
         self.pool = ServerPool([], deadline_s=settings.inference.start_deadline_s)
-        self.target = Target()
         self._around = FleetContext(
             settings=settings.inference,
             pool=self.pool,
             verifier=Verifier(has_sha256=has_sha256(settings.inference)),
             publish=publish,
-            target=self.target,
             takes_adapters=choose_backend(settings.inference) == "embedded",
             is_frozen=bool(frozen),
         )
+        self.target = self._around.target
         self._num_wanted = settings.inference.num_servers
         self._members: dict[int, anyio.CancelScope] = {}
         self._changed = anyio.Event()
@@ -106,31 +106,27 @@ class Fleet:
         # What follows the last dash is no part of the node's id.
         server_id = f"{self._node_id}-{self._frozen}_{index}" if self._frozen else f"{self._node_id}-{index}"
         server = self.pool.add(server_id, num_ranks=self._settings.inference.tensor_parallel)
-        supervisor = ServerSupervisor(
-            server,
-            server_command(self._settings, server_id=server_id, index=index, first_gpu=self._first_gpu),
-            self._around,
-            administration=administration,
-            log_path=self._log_directory / f"server-{server_id}.log",
-        )
+        command = server_command(self._settings, server_id=server_id, index=index, first_gpu=self._first_gpu)
+        process = ServerProcess(command, log_path=self._log_directory / f"server-{server_id}.log")
+        api = ServerApi(administration, "")
         try:
             with self._members[index]:
-                await supervisor.run()
-            await self._dismiss(server, supervisor)
+                await ServerSupervisor(server, process, api, self._around).run()
+            await self._dismiss(server, api)
         finally:
-            await supervisor.stop()
+            await process.stop()
         log.info("server.left", server_id=server_id)
         del self._members[index]
         self._changed.set()
 
-    async def _dismiss(self, server: ServerHandle, supervisor: ServerSupervisor) -> None:
+    async def _dismiss(self, server: ServerHandle, api: ServerApi) -> None:
         """Take leave of a server that is not wanted any more, and see its requests off."""
         await self._around.fence(server, LEFT)
         self.pool.remove(server, LEFT)
         with anyio.move_on_after(LEAVE_DEADLINE_S):
             while server.num_requests:  # more than once: one that was under way reaches the server after the order
                 try:
-                    await supervisor.api.abort_all(deadline_s=LEAVE_DEADLINE_S)
+                    await api.abort_all(deadline_s=LEAVE_DEADLINE_S)
                 except ServerFault as exc:  # it was not up yet, or is gone
                     log.debug("server.abort_failed", server_id=server.id, cause=str(exc))
                 with anyio.move_on_after(ABORT_INTERVAL_S):

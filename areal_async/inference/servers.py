@@ -36,7 +36,7 @@ class ServerProcess:
 
     def __init__(self, command: ServerCommand, *, log_path: Path) -> None:
         self._command = command
-        self._log_path = log_path
+        self.log_path = log_path
         self._log_start = 0
         self._process: anyio.abc.Process | None = None
         self.port = 0
@@ -53,7 +53,7 @@ class ServerProcess:
     @property
     def last_words(self) -> str:
         """The last lines that it wrote: an error message of ours is one, SGLang ends with the noise of its children."""
-        text = read_tail(self._log_path, start_bytes=self._log_start, max_bytes=MAX_TAIL_BYTES)
+        text = read_tail(self.log_path, start_bytes=self._log_start, max_bytes=MAX_TAIL_BYTES)
         lines = [escaped(stripped) for line in text.splitlines() if (stripped := line.strip())]
         if not lines:
             return "it wrote nothing"
@@ -117,8 +117,8 @@ class ServerProcess:
     async def _spawn(self) -> None:
         await self.stop()
         self.port = free_port(setting="inference server")
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self._log_path.open("ab") as log_file:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log_file:
             self._log_start = log_file.tell()
             self._process = await anyio.open_process(
                 guarded(self._command.on_port(self.port)),

@@ -5,15 +5,12 @@ often it dies; one that never gets to serve is given up after a few starts, with
 """
 
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from uuid import uuid4
 
 import anyio
-import httpx
 import structlog
 
 from areal_async.errors import PipelineError, UserError
-from areal_async.inference.commands import ServerCommand
 from areal_async.inference.concurrency import ConcurrencyLimit
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi
@@ -38,25 +35,17 @@ log = structlog.get_logger()
 
 
 class ServerSupervisor:
-    """The one task that starts, watches, fences and restarts a server. Its caller stops the server afterwards."""
+    """The one task that starts, watches, fences and restarts a server. Its caller stops the process afterwards."""
 
-    def __init__(
-        self,
-        server: ServerHandle,
-        command: ServerCommand,
-        around: FleetContext,
-        *,
-        administration: httpx.AsyncClient,
-        log_path: Path,
-    ) -> None:
+    def __init__(self, server: ServerHandle, process: ServerProcess, api: ServerApi, around: FleetContext) -> None:
+        """Take ``api`` to point at the process whenever that is started."""
         self._server = server
+        self._process = process
+        self._api = api
         self._around = around
-        self._log_path = log_path
-        self._process = ServerProcess(command, log_path=log_path)
         self._has_started = False
-        self.api = ServerApi(administration, "")
         self._limit = ConcurrencyLimit(around.settings.max_running_requests)
-        server.limit, server.admin_key = self._limit.value, command.admin_key
+        server.limit, server.admin_key = self._limit.value, process.admin_key
 
     async def run(self) -> None:
         """Serve until cancelled, through restarts; the server still runs then.
@@ -76,35 +65,29 @@ class ServerSupervisor:
             reason = await self._run_process()
             log.warning("server.failed", server_id=self._server.id, reason=reason)
             await self._around.fence(self._server, reason)
-            await self.stop()
+            await self._process.stop()
             num_fruitless = 0 if self._server.num_generated_tokens > num_tokens_before else num_fruitless + 1
             if num_fruitless > MAX_RESTARTS:
                 raise PipelineError(
                     f"inference server {self._server.id}: failed {num_fruitless} times in a row before it generated "
-                    f"a token, last: {reason}; its log is {self._log_path}"
+                    f"a token, last: {reason}; its log is {self._process.log_path}"
                 )
             if num_fruitless:
                 await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (num_fruitless - 1)))
-
-    async def stop(self) -> None:
-        """End the server's process, if there is one."""
-        await self._process.stop()
 
     async def _run_process(self) -> str:
         """Start the server and keep it going until it has to be restarted; return why."""
         self._server.incarnation = uuid4().hex
         await self._around.fence(self._server, STARTING)
         try:
-            await self._process.start(self.api, deadline_s=self._around.settings.start_deadline_s)
-        except ServerFault as exc:
-            return str(exc)
-        except UserError as exc:
-            if not self._has_started:
+            await self._process.start(self._api, deadline_s=self._around.settings.start_deadline_s)
+        except (ServerFault, UserError) as exc:
+            if isinstance(exc, UserError) and not self._has_started:
                 raise
             return str(exc)
         self._has_started = True
         self._server.context_tokens = await self._ask_context()
-        self._updater = Updater(self._server, self.api, self._around)
+        self._updater = Updater(self._server, self._api, self._around)
         return await self._cause(await self._serve())
 
     async def _cause(self, noticed: str) -> str:
@@ -121,7 +104,7 @@ class ServerSupervisor:
     async def _ask_context(self) -> int | None:
         """Return what the server says of its context; one that says nothing refuses by itself what is too long."""
         try:
-            return await self.api.context_tokens(deadline_s=HEALTH_DEADLINE_S)
+            return await self._api.context_tokens(deadline_s=HEALTH_DEADLINE_S)
         except ServerFault as exc:
             log.warning("server.context_unknown", server_id=self._server.id, cause=str(exc))
             return None
@@ -148,7 +131,7 @@ class ServerSupervisor:
             else:
                 with anyio.move_on_after(HEALTH_INTERVAL_S):
                     await self._server.doubted.wait()
-            if not await self.api.is_healthy(deadline_s=HEALTH_DEADLINE_S):
+            if not await self._api.is_healthy(deadline_s=HEALTH_DEADLINE_S):
                 if self._updater.is_updating:
                     # SGLang's check generates, which a pause holds up; an update has deadlines of its own.
                     await anyio.sleep(RECHECK_S)
@@ -174,7 +157,7 @@ class ServerSupervisor:
                 continue
             num_requests = self._server.num_requests
             try:
-                load = await self.api.load(deadline_s=HEALTH_DEADLINE_S)
+                load = await self._api.load(deadline_s=HEALTH_DEADLINE_S)
             except ServerFault as exc:
                 log.debug("server.load_unknown", server_id=self._server.id, cause=str(exc))
                 continue
