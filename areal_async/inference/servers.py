@@ -68,6 +68,7 @@ class ServerProcess:
             ServerFault: it was killed by a signal: somebody else's doing.
             UserError: it ended by itself, or was not healthy in time; with its last words.
         """
+        name, place = f"inference server {self._command.id}", f"its log is {self.log_path}"
         for _ in range(MAX_PORT_TRIES):
             await self._spawn()
             api.url, api.admin_key = self.url, self._command.admin_key
@@ -79,17 +80,11 @@ class ServerProcess:
                     continue
                 if self._returncode is not None and self._returncode < 0:
                     raise ServerFault(f"killed by signal {-self._returncode} while starting: {self.last_words}")
-                raise UserError(
-                    f"inference server {self._command.id}: ended with status {self._returncode} while starting: "
-                    f"{self.last_words}; its log is {self._log_path}"
-                )
-            raise UserError(
-                f"inference server {self._command.id}: not healthy within {deadline_s:g} s, its last words: "
-                f"{self.last_words}; its log is {self._log_path}; raise inference.start_deadline_s if it is only slow"
-            )
-        raise UserError(
-            f"inference server {self._command.id}: no free port in {MAX_PORT_TRIES} tries: {self.last_words}"
-        )
+                cause = f"ended with status {self._returncode} while starting: {self.last_words}"
+                raise UserError(f"{name}: {cause}; {place}")
+            cause = f"not healthy within {deadline_s:g} s, its last words: {self.last_words}"
+            raise UserError(f"{name}: {cause}; {place}; raise inference.start_deadline_s if it is only slow")
+        raise UserError(f"{name}: no free port in {MAX_PORT_TRIES} tries: {self.last_words}")
 
     async def wait_ended(self) -> str:
         """Wait until it ends by itself, and return what to say about it."""
