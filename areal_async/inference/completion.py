@@ -236,15 +236,13 @@ class Completion:
 
     def turn(self) -> Turn:
         """Return the whole turn."""
-        oldest = min([version for version, _, _ in self._spans], default=self._oldest)
-        assert oldest is not None
         assert self._oldest is not None
         return Turn(
             prompt_ids=self.prompt_ids,
             output_ids=self.output_ids,
             logprobs=self.logprobs,
             spans=_joined(self._spans),
-            oldest=str(min(oldest, self._oldest)),
+            oldest=str(min([self._oldest, *(version for version, _, _ in self._spans)])),
             finish_reason=self.finish_reason,
             temperature=self._params.get("temperature"),
             is_steered=is_steered(self._params),

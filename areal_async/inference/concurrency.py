@@ -28,16 +28,6 @@ class Load:
     token_usage: float
     """Share of the key-value cache in use, of the fullest rank."""
 
-    @property
-    def is_over(self) -> bool:
-        """Say whether the server has more than it can do."""
-        return self.num_waiting > max(1, WAITING_SHARE * self.num_running) or self.token_usage > FULL_TOKEN_USAGE
-
-    @property
-    def has_room(self) -> bool:
-        """Say whether it could do more."""
-        return self.num_waiting == 0 and self.token_usage < ROOMY_TOKEN_USAGE
-
 
 class ConcurrencyLimit:
     """The limit of one server. ``observe`` at regular intervals; ``value`` is what to keep to until the next."""
@@ -49,11 +39,14 @@ class ConcurrencyLimit:
 
     def observe(self, load: Load, *, num_requests: int) -> int:
         """Take the load of a server that has ``num_requests`` of ours; return the new limit."""
-        if load.is_over and self._was_over:
+        max_waiting = max(1, WAITING_SHARE * load.num_running)
+        is_over = load.num_waiting > max_waiting or load.token_usage > FULL_TOKEN_USAGE
+        if is_over and self._was_over:
             self.value = max(SMALLEST_LIMIT, int(SHRINK_FACTOR * min(self.value, num_requests)))
             self._was_over = False
         else:
-            self._was_over = load.is_over
-            if load.has_room and num_requests >= self.value:
+            self._was_over = is_over
+            has_room = load.num_waiting == 0 and load.token_usage < ROOMY_TOKEN_USAGE
+            if has_room and num_requests >= self.value:
                 self.value += self._step
         return self.value

@@ -38,10 +38,7 @@ class Verifier:
         checksums = await api.checksums(deadline_s=CHECKSUM_DEADLINE_S)
         if self._has_sha256:
             compare(checksums, target)
-        else:
-            self._compare_with_others(checksums, target)
-
-    def _compare_with_others(self, checksums: Checksums, target: WeightsVersion) -> None:
+            return
         vouched = self._vouched.get(target.version)
         if vouched is None:
             self._vouched = {target.version: checksums.whole}
