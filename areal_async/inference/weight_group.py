@@ -8,20 +8,18 @@ Invariants: no wait is longer than the group's deadline; a group that failed onc
 its group, nobody waits for it any longer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from types import TracebackType
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
+from areal_async.process.daemon_thread import in_daemon_thread
 from areal_async.protocol.types import TensorSpec
 
 GLOO, NCCL = "gloo", "nccl"
@@ -65,20 +63,12 @@ class WeightGroup:
         except OSError as exc:
             raise WeightGroupError(f"weight group {name}: cannot listen at {address}: {exc}") from exc
         port = listening.getsockname()[1]
-        deadline = timedelta(seconds=deadline_s)
+        store = partial(TCPStore, address, port, size, timeout=timedelta(seconds=deadline_s))
         with _translated(f"weight group {name}: no store of its own at {address}:{port}"):
-            hosted = TCPStore(
-                address,
-                port,
-                world_size=size,
-                is_master=True,
-                timeout=deadline,
-                wait_for_workers=False,
-                master_listen_fd=listening.detach(),
-            )
+            hosted = store(is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
             # A client like the others', so that the store can be closed while this rank waits in it.
-            store = TCPStore(address, port, size, is_master=False, timeout=deadline)
-        group = cls(store, rank=0, size=size, name=name, backend=backend, deadline_s=deadline_s)
+            client = store(is_master=False)
+        group = cls(client, rank=0, size=size, name=name, backend=backend, deadline_s=deadline_s)
         group._hosted = hosted
         return group
 
@@ -138,14 +128,6 @@ class WeightGroup:
     def close_store(self) -> None:
         """Have rank 0 and all that still meet in its store raise. From any thread; ``close`` must follow."""
         self._hosted = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _open_gloo(self) -> Any:
         options = _Gloo._Options()
@@ -277,18 +259,7 @@ def _run_within(deadline_s: float, call: Callable[[], None]) -> None:
     Raises:
         WeightGroupError: it did not return in time.
     """
-    errors: list[RuntimeError] = []
-
-    def run() -> None:
-        try:
-            call()
-        except RuntimeError as exc:
-            errors.append(exc)
-
-    thread = threading.Thread(target=run, name="weight-group", daemon=True)
-    thread.start()
-    thread.join(deadline_s)
-    if thread.is_alive():
-        raise WeightGroupError(f"nccl: got no answer of every rank in {deadline_s:g} s")
-    if errors:
-        raise errors[0]
+    try:
+        in_daemon_thread(call, name="weight-group", expected=(RuntimeError,)).result(deadline_s)
+    except TimeoutError as exc:
+        raise WeightGroupError(f"nccl: got no answer of every rank in {deadline_s:g} s") from exc

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,7 +136,7 @@ class Yard:
         buckets = [[describe(name, tensor) for name, tensor in part] for part in parts]
 
         def send() -> None:
-            with group:
+            with closing(group):
                 group.meet()
                 for part in parts[:num_buckets_sent]:
                     group.broadcast(flatten(tensor for _, tensor in part))

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_two_groups_of_one_process_are_apart(threads: ThreadPoolExecutor) -> Non
 
 
 def test_a_peer_that_never_joins_is_waited_for_until_the_deadline() -> None:
-    with host(deadline_s=SHORT_S) as group, pytest.raises(WeightGroupError, match="2 ranks did not meet"):
+    with closing(host(deadline_s=SHORT_S)) as group, pytest.raises(WeightGroupError, match="2 ranks did not meet"):
         group.meet()
 
 

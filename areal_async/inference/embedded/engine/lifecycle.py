@@ -1,15 +1,12 @@
 """The life of the engine's process: its port, its end and what that does not wait for. Without torch."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TypeVar
 
 from areal_async.errors import UserError
+from areal_async.process.daemon_thread import in_daemon_thread
 
 T = TypeVar("T")
 
@@ -39,17 +36,4 @@ async def call_in_thread(
     Args:
         expected: what ``call`` raises for the caller alone; anything else is a bug and told on stderr as well.
     """
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        answer.set_running_or_notify_cancel()
-        try:
-            answer.set_result(call())
-        except expected as exc:
-            answer.set_exception(exc)
-        except BaseException as exc:
-            answer.set_exception(exc)
-            raise
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await asyncio.wrap_future(answer)
+    return await asyncio.wrap_future(in_daemon_thread(call, name=name, expected=expected))
