@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 from areal_async.config.settings import InferenceSettings, ModelSettings, Settings
 from areal_async.errors import GenerationError, UserError
 from areal_async.inference.embedded.engine.options import EngineOptions
-from areal_async.inference.embedded.engine.runner import load_scoring_runner
+from areal_async.inference.embedded.engine.runner import load_runner
 from areal_async.inference.fleet import Fleet
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.scoring import ScoringClient
@@ -105,7 +105,7 @@ async def test_model_that_only_generates_is_no_reward_model(models: list[Path]) 
     options = EngineOptions(model_path=str(models[0]), device="cpu", is_embedding=True)
 
     with pytest.raises(UserError, match="1 tensors missing .* need a sequence classifier with its head"):
-        load_scoring_runner(options, models[0])
+        load_runner(options, models[0])
 
 
 @pytest.mark.timeout(400)

@@ -8,7 +8,15 @@
     WeightsError        weights cannot be received or loaded: 400, and those that are served stay
 """
 
-from __future__ import annotations
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from safetensors import SafetensorError
+
+from areal_async.errors import UserError
+
+_LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
+"""What transformers, torch and safetensors raise for a folder that they cannot read: almost anything."""
 
 
 class RequestError(Exception):
@@ -21,3 +29,16 @@ class SchemaError(RequestError):
 
 class WeightsError(Exception):
     """Weights that are missing, torn or of another model, or an order about them that does not fit."""
+
+
+@contextmanager
+def in_one_sentence(what: str) -> Iterator[None]:
+    """Turn whatever the libraries raise for a bad folder into the sentence that matters to who typed the command.
+
+    Raises:
+        UserError: ``what``, and why it cannot be used.
+    """
+    try:
+        yield
+    except _LOADING_ERRORS as exc:
+        raise UserError(f"{what}: {type(exc).__name__}: {' '.join(str(exc).split())}") from exc

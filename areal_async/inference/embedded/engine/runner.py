@@ -3,21 +3,18 @@
 Only the model thread calls ``prefill`` and ``decode``.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import accumulate, groupby
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from areal_async.errors import UserError
 from areal_async.inference.embedded.engine.cache import ATTENTION_NAME, ForwardPlan, SlotCache
+from areal_async.inference.embedded.engine.errors import in_one_sentence
 from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.weights import Merged
 
@@ -149,23 +146,15 @@ class ScoringRunner(ModelRunner):
 
 
 def load_runner(options: EngineOptions, path: Path) -> ModelRunner:
-    """Load the model in folder ``path`` as the options say and try one forward pass.
+    """Load the model in folder ``path`` as the options say, a ``ScoringRunner`` for one that scores; try one pass.
 
     Raises:
         UserError: the device or the model is unusable.
     """
-    with _one_sentence(path):
-        model, context_length = _load_model(AutoModelForCausalLM, options, path, remedy="check --model-path")
-        return ModelRunner(model, context_length=context_length, max_total_tokens=options.max_total_tokens)
-
-
-def load_scoring_runner(options: EngineOptions, path: Path) -> ScoringRunner:
-    """Load the sequence classifier in folder ``path``, as ``load_runner`` does a model that generates.
-
-    Raises:
-        UserError: the device or the model is unusable.
-    """
-    with _one_sentence(path):
+    with in_one_sentence(f"model at {path}"):
+        if not options.is_embedding:
+            model, context_length = _load_model(AutoModelForCausalLM, options, path, remedy="check --model-path")
+            return ModelRunner(model, context_length=context_length, max_total_tokens=options.max_total_tokens)
         remedy = "need a sequence classifier with its head, as reward-model writes one"
         model, context_length = _load_model(AutoModelForSequenceClassification, options, path, remedy=remedy)
         if not hasattr(model, "score"):
@@ -192,25 +181,6 @@ def _load_model(factory: Any, options: EngineOptions, path: Path, *, remedy: str
         )
     context_length = options.context_length or model.config.get_text_config().max_position_embeddings
     return model.to(device).eval().requires_grad_(False), context_length
-
-
-@contextmanager
-def _one_sentence(path: Path) -> Iterator[None]:
-    try:
-        yield
-    # The libraries below raise almost anything for a bad folder; only the sentence matters to who typed the command.
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        ImportError,
-        SafetensorError,
-    ) as exc:
-        reason = " ".join(str(exc).split())
-        raise UserError(f"model at {path}: {type(exc).__name__}: {reason}") from exc
 
 
 def load_eos_token_ids(path: Path, tokenizer_eos: int | None) -> frozenset[int]:

@@ -4,13 +4,11 @@ Invariant: the pieces a ``TextStream`` hands out, joined, are the decoding of al
 came in; a character split over several tokens is held back until it is whole or the stream ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from areal_async.errors import UserError
+from areal_async.inference.embedded.engine.errors import in_one_sentence
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -22,20 +20,7 @@ class Decoder(Protocol):
     def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool) -> str: ...
 
 
-class Tokenizer(Decoder, Protocol):
-    """The part of a tokenizer the engine needs."""
-
-    eos_token_id: int | None
-
-    @property
-    def whole(self) -> Any:
-        """Transformers' own object, for a library that wants all of it."""
-        ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-
-class HuggingFaceTokenizer:
+class Tokenizer:
     """The tokenizer found beside the model."""
 
     def __init__(self, path: Path) -> None:
@@ -43,22 +28,18 @@ class HuggingFaceTokenizer:
 
         tokenizer: Any = AutoTokenizer.from_pretrained(path)
         self.eos_token_id: int | None = tokenizer.eos_token_id
-        self._tokenizer = tokenizer
+        self.whole = tokenizer
+        """Transformers' own object, for a library that wants all of it."""
         # The Rust object behind a fast tokenizer decodes ten times faster than its Python wrapper; the wrapper is
         # only needed where it edits the text afterwards.
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._backend = None if getattr(tokenizer, "clean_up_tokenization_spaces", False) else backend
-
-    @property
-    def whole(self) -> Any:
-        return self._tokenizer
+        is_edited = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        self._decoder = tokenizer if is_edited else getattr(tokenizer, "backend_tokenizer", tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text))
+        return list(self.whole.encode(text))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        decoder = self._tokenizer if self._backend is None else self._backend
-        text: str = decoder.decode(ids, skip_special_tokens=skip_special_tokens)
+        text: str = self._decoder.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
 
@@ -70,10 +51,8 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     """
     if not any((path / name).exists() for name in _TOKENIZER_FILES):
         return None
-    try:
-        return HuggingFaceTokenizer(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as exc:
-        raise UserError(f"tokenizer at {path}: {type(exc).__name__}: {' '.join(str(exc).split())}") from exc
+    with in_one_sentence(f"tokenizer at {path}"):
+        return Tokenizer(path)
 
 
 class TextStream:
