@@ -4,8 +4,6 @@ Invariant: a field this engine does not implement is refused when it asks for an
 an ignored penalty or mask would silently change what a trainer learns from.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -53,50 +51,47 @@ _NEUTRAL_REQUEST: dict[str, tuple[Any, ...]] = {
 }
 
 
-class GenerateBody(msgspec.Struct, kw_only=True):
-    """The fields of the JSON body that this engine acts on."""
+class PromptBody(msgspec.Struct, kw_only=True):
+    """The fields of a JSON body that every model acts on."""
 
     input_ids: list[int | list[int]] | None = None
     """One prompt, or a batch of them."""
     text: str | list[str] | None = None
+    rid: str | list[str] | None = None
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether several prompts were sent, or one in a list of its own: then the answer is a list."""
+        return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
+
+    def encode(self, tokenizer: Tokenizer | None) -> list[list[int]]:
+        """Return the token ids of one prompt or of a batch of them.
+
+        Raises:
+            RequestError: neither or both are given, numbers and lists are mixed, or there is text and no tokenizer.
+        """
+        if (self.input_ids is None) == (self.text is None):
+            raise RequestError("Either text, input_ids or input_embeds should be provided.")
+        if self.text is not None:
+            if tokenizer is None:
+                raise RequestError("text: the model has no tokenizer; send input_ids")
+            return [tokenizer.encode(one) for one in ([self.text] if isinstance(self.text, str) else self.text)]
+        given = self.input_ids or []
+        nested = [item for item in given if isinstance(item, list)]
+        flat = [item for item in given if isinstance(item, int)]
+        if nested and flat:
+            raise RequestError("input_ids: got a mix of numbers and lists, need one list or a list of lists")
+        return nested or [flat]
+
+
+class GenerateBody(PromptBody, kw_only=True):
+    """The fields of the JSON body that this engine acts on."""
+
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     return_logprob: bool | list[bool] | None = None
     top_logprobs_num: int | list[int] | None = None
     return_prompt_token_ids: bool = False
     stream: bool = False
-    rid: str | list[str] | None = None
-
-    @property
-    def is_batch(self) -> bool:
-        """Whether the answer is a list."""
-        return is_batch(self.input_ids, self.text)
-
-
-def is_batch(input_ids: list[int | list[int]] | None, text: str | list[str] | None) -> bool:
-    """Say whether several prompts were sent, or one in a list of its own."""
-    return isinstance(text, list) or bool(input_ids and isinstance(input_ids[0], list))
-
-
-def prompts_of(
-    input_ids: list[int | list[int]] | None, text: str | list[str] | None, tokenizer: Tokenizer | None
-) -> list[list[int]]:
-    """Return the token ids of one prompt or of a batch of them.
-
-    Raises:
-        RequestError: neither or both are given, numbers and lists are mixed, or there is text and no tokenizer.
-    """
-    if (input_ids is None) == (text is None):
-        raise RequestError("Either text, input_ids or input_embeds should be provided.")
-    if text is not None:
-        if tokenizer is None:
-            raise RequestError("text: the model has no tokenizer; send input_ids")
-        return [tokenizer.encode(one) for one in ([text] if isinstance(text, str) else text)]
-    given = input_ids or []
-    nested = [item for item in given if isinstance(item, list)]
-    flat = [item for item in given if isinstance(item, int)]
-    if nested and flat:
-        raise RequestError("input_ids: got a mix of numbers and lists, need one list or a list of lists")
-    return nested or [flat]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

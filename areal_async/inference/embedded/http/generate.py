@@ -3,8 +3,6 @@
 Invariant: whatever way a response ends (written whole, client gone, server stopping), its request is closed.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from areal_async.inference.embedded.engine.answers import OpenRequest
 from areal_async.inference.embedded.engine.errors import RequestError, SchemaError
-from areal_async.inference.embedded.engine.protocol import GenerateBody, parse_body, parse_sampling, prompts_of
+from areal_async.inference.embedded.engine.protocol import GenerateBody, parse_body, parse_sampling
 from areal_async.inference.embedded.engine.service import EngineService
 from areal_async.inference.embedded.http.bodies import JsonResponse, error_response
 
@@ -60,7 +58,7 @@ class GenerateEndpoint:
 
     async def _open(self, body: GenerateBody, opened: ExitStack) -> list[OpenRequest]:
         """Open every request of the body, to be closed with ``opened``, and start them, or none."""
-        prompts = prompts_of(body.input_ids, body.text, self._service.tokenizer)
+        prompts = body.encode(self._service.tokenizer)
         if body.stream and body.is_batch:
             raise RequestError("stream: a batch of prompts cannot be streamed here; send one request per prompt")
         count = len(prompts)
@@ -73,7 +71,7 @@ class GenerateEndpoint:
                 params[index],
                 grammar=grammars[index],
                 num_top_logprobs=_pick(body.top_logprobs_num, index, count) or 0,
-                rid=_rid(body, index),
+                rid=_rid(body, index, count),
                 is_stream=body.stream,
                 return_logprob=bool(_pick(body.return_logprob, index, count)),
                 return_prompt_token_ids=body.return_prompt_token_ids,
@@ -93,10 +91,9 @@ def _pick(value: Any, index: int, count: int) -> Any:
     return value[index]
 
 
-def _rid(body: GenerateBody, index: int) -> str | None:
-    if body.rid is None or not body.is_batch:
-        return body.rid if isinstance(body.rid, str) else None
-    return f"{body.rid}_{index}" if isinstance(body.rid, str) else body.rid[index]
+def _rid(body: GenerateBody, index: int, count: int) -> str | None:
+    rid: str | None = _pick(body.rid, index, count)
+    return f"{rid}_{index}" if body.is_batch and isinstance(body.rid, str) else rid
 
 
 async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:

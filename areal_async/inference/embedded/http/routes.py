@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import anyio
@@ -35,7 +36,7 @@ from areal_async.inference.embedded.http.bodies import (
     parse,
     weights_order,
 )
-from areal_async.inference.embedded.http.classify import ClassifyRoute
+from areal_async.inference.embedded.http.classify import classify
 from areal_async.inference.embedded.http.generate import GenerateEndpoint
 
 PROTOCOL_VERSION = "0.5.23"
@@ -62,12 +63,9 @@ def build_app(service: EngineService, *, admin_key: str = "") -> Starlette:
     Args:
         admin_key: the secret without which nobody administrates; empty for none.
     """
-    admin = AdminRoutes(service)
+    routes = ServiceRoutes(service)
     broadcasts = Broadcasts(service)
-    update_from_disk = weights_order(
-        DiskUpdate, lambda order: service.update_weights_from_disk(order), num_paused_requests=0
-    )
-    info = InfoRoutes(service)
+    update_from_disk = weights_order(DiskUpdate, service.update_weights_from_disk, num_paused_requests=0)
     both = ["GET", "POST"]
 
     def administration(path: str, endpoint: Endpoint, methods: Sequence[str] = ("POST",)) -> Route:
@@ -76,9 +74,9 @@ def build_app(service: EngineService, *, admin_key: str = "") -> Starlette:
     return Starlette(
         routes=[
             Route("/generate", GenerateEndpoint(service), methods=["POST", "PUT"]),
-            Route("/classify", ClassifyRoute(service).answer, methods=["POST", "PUT"]),
-            administration("/pause_generation", admin.pause),
-            administration("/continue_generation", admin.resume),
+            Route("/classify", partial(classify, service), methods=["POST", "PUT"]),
+            administration("/pause_generation", routes.pause),
+            administration("/continue_generation", routes.resume),
             administration("/update_weights_from_disk", update_from_disk),
             administration("/init_weights_update_group", weights_order(JoinGroup, broadcasts.join)),
             administration("/destroy_weights_update_group", weights_order(LeaveGroup, broadcasts.leave)),
