@@ -89,7 +89,8 @@ class EngineService:
         self.is_paused = False
         """Generation is paused."""
         self._is_updating = False
-        self._at_door: deque[OpenRequest] = deque()
+        self.at_door: deque[OpenRequest] = deque()
+        """Requests held back by a pause or an update."""
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._num_submitted = 0
@@ -100,11 +101,6 @@ class EngineService:
     def is_generation(self) -> bool:
         """Whether the model generates; else it scores."""
         return self._line is None
-
-    @property
-    def num_at_door(self) -> int:
-        """Requests held back by a pause or an update."""
-        return len(self._at_door)
 
     @property
     def context_length(self) -> int:
@@ -178,7 +174,7 @@ class EngineService:
     def enter(self, request: OpenRequest) -> None:
         """Hand a request to the model thread, or let it wait at the door while that is closed."""
         if self.is_paused or self._is_updating:
-            self._at_door.append(request)
+            self.at_door.append(request)
         else:
             self._submit(request)
 
@@ -190,8 +186,8 @@ class EngineService:
         del self._requests[rid]
         if request.is_submitted:
             self.thread.post(lambda scheduler: scheduler.abort(rid))
-        elif request in self._at_door:
-            self._at_door.remove(request)
+        elif request in self.at_door:
+            self.at_door.remove(request)
 
     def _submit(self, request: OpenRequest) -> None:
         request.is_submitted = True
@@ -200,8 +196,8 @@ class EngineService:
         self.thread.post(lambda scheduler: scheduler.submit(request.sequence))
 
     def _open_door(self) -> None:
-        while self._at_door and not (self.is_paused or self._is_updating):
-            self._submit(self._at_door.popleft())
+        while self.at_door and not (self.is_paused or self._is_updating):
+            self._submit(self.at_door.popleft())
 
     def _deliver(self, sequence: RunningSequence, piece: Piece) -> None:
         if piece.finish_reason is not None:
@@ -223,7 +219,7 @@ class EngineService:
         if request.is_submitted:
             self.thread.post(lambda scheduler: scheduler.abort(rid))
         else:
-            self._at_door.remove(request)
+            self.at_door.remove(request)
             self._end(request, {"type": "abort", "message": "Abort in waiting queue"})
 
     def abort_all(self) -> None:
@@ -286,6 +282,11 @@ class EngineService:
         Raises:
             WeightsError: ``stage`` raised it; nothing has changed.
         """
+
+        def swap(scheduler: Scheduler) -> bool:
+            scheduler.apply_weights(staged, order.weight_version)
+            return scheduler.flush_cache() if order.flush_cache else True
+
         async with self.administration:
             staged = await stage()
             if order.abort_all_requests:
@@ -294,17 +295,12 @@ class EngineService:
             try:
                 if self._is_updating:
                     await self._is_idle.wait()
-                is_flushed = await self.thread.call(lambda scheduler: self._swap(scheduler, staged, order))
+                is_flushed = await self.thread.call(swap)
             finally:
                 self._is_updating = False
                 self._open_door()
             self.weight_version = order.weight_version or self.weight_version
         return is_flushed
-
-    @staticmethod
-    def _swap(scheduler: Scheduler, staged: StagedWeights, order: WeightsUpdate) -> bool:
-        scheduler.apply_weights(staged, order.weight_version)
-        return scheduler.flush_cache() if order.flush_cache else True
 
     async def checksum_weights(self) -> dict[str, str]:
         """Return the SHA-256 of every tensor served at one moment, and of an adapter and what it is merged into."""

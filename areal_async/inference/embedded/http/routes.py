@@ -1,7 +1,5 @@
 """SGLang's other routes: health, information, pauses and weights. Field names and statuses are SGLang's."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -83,16 +81,16 @@ def build_app(service: EngineService, *, admin_key: str = "") -> Starlette:
             administration("/begin_weight_update", weights_order(UpdateSession, broadcasts.begin)),
             administration("/update_weights_from_distributed", weights_order(BroadcastUpdate, broadcasts.update)),
             administration("/end_weight_update", weights_order(dict, broadcasts.end)),
-            administration("/abort_request", admin.abort),
-            administration("/flush_cache", admin.flush_cache, both),
-            administration("/weights_checker", admin.check_weights, both),
-            Route("/health", info.health),
-            Route("/health_generate", info.health_generate),
-            Route("/model_info", info.model_info),
-            Route("/get_model_info", info.model_info),
-            Route("/server_info", info.server_info),
-            Route("/get_server_info", info.server_info),
-            Route("/v1/loads", info.loads),
+            administration("/abort_request", routes.abort),
+            administration("/flush_cache", routes.flush_cache, both),
+            administration("/weights_checker", routes.check_weights, both),
+            Route("/health", routes.health),
+            Route("/health_generate", routes.health_generate),
+            Route("/model_info", routes.model_info),
+            Route("/get_model_info", routes.model_info),
+            Route("/server_info", routes.server_info),
+            Route("/get_server_info", routes.server_info),
+            Route("/v1/loads", routes.loads),
         ],
         exception_handlers={
             msgspec.DecodeError: _on_decode_error,
@@ -114,11 +112,13 @@ async def _on_request_error(request: Request, exc: Exception) -> Response:
     return JsonResponse({"error": {"message": str(exc)}}, status_code=400)
 
 
-class AdminRoutes:
-    """What changes the server."""
+class ServiceRoutes:
+    """What a service does and says, by HTTP."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
+
+    # what changes it
 
     async def pause(self, request: Request) -> Response:
         body = await parse(request, _PauseBody)
@@ -165,12 +165,7 @@ class AdminRoutes:
         }
         return JsonResponse(content)
 
-
-class InfoRoutes:
-    """What only looks."""
-
-    def __init__(self, service: EngineService) -> None:
-        self._service = service
+    # what only looks
 
     async def health(self, request: Request) -> Response:
         """Answer 200 when the model thread answers between two steps."""
@@ -242,11 +237,12 @@ class InfoRoutes:
         )
 
     async def loads(self, request: Request) -> Response:
+        device = self._service.runner.device
         return JsonResponse(
             {
                 "timestamp": datetime.now(UTC).isoformat(),
                 "version": PROTOCOL_VERSION,
-                "accelerator": _accelerator(self._service.runner.device),
+                "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
                 "num_accelerators": 1,
                 "loads": [await self._load()],
             }
@@ -262,7 +258,7 @@ class InfoRoutes:
             "timestamp": datetime.now(UTC).timestamp(),
             "dp_rank": 0,
             "num_running_reqs": num_running,
-            "num_waiting_reqs": num_waiting + service.num_at_door,
+            "num_waiting_reqs": num_waiting + len(service.at_door),
             "num_used_tokens": num_used,
             "num_total_tokens": num_used,
             "max_total_num_tokens": total,
@@ -272,7 +268,3 @@ class InfoRoutes:
             "cache_hit_rate": 0.0,
             "utilization": num_running / service.options.max_running_requests,
         }
-
-
-def _accelerator(device: torch.device) -> str | None:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
