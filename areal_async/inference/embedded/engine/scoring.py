@@ -1,38 +1,35 @@
 """The line of prompts that wait for a score: those that wait together are computed together."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
+from concurrent.futures import Future
 
 from areal_async.inference.embedded.engine.errors import RequestError
 from areal_async.inference.embedded.engine.protocol import check_ids
 from areal_async.inference.embedded.engine.runner import MAX_SCORED_TOKENS, ScoringRunner
 from areal_async.inference.embedded.engine.worker import ModelThread
 
-_Answer = asyncio.Future[list[float]]
+_Answer = Future[list[float]]
 
 
 class ScoreLine:
     """The prompts that wait for their scores; on the event loop, but for the passes themselves."""
 
     def __init__(self, runner: ScoringRunner, thread: ModelThread) -> None:
-        """Bind to the running event loop."""
         self._runner = runner
         self._thread = thread
-        self._loop = asyncio.get_running_loop()
         self._waiting: deque[tuple[list[int], _Answer]] = deque()
         self._open: set[_Answer] = set()
 
     async def score(self, prompt_ids: list[int]) -> list[float]:
         """Return the head's output at the last token of a prompt that was checked."""
-        answer: _Answer = self._loop.create_future()
+        answer: _Answer = Future()
         self._open.add(answer)
         self._waiting.append((prompt_ids, answer))
         # Whichever of these runs first takes along all who came meanwhile; the others find nothing.
         self._thread.post(lambda scheduler: self._run_pass())
         try:
-            return await answer
+            return await asyncio.wrap_future(answer)
         finally:
             self._open.discard(answer)
 
@@ -68,10 +65,6 @@ class ScoreLine:
             taken.append(self._waiting.popleft())
         if taken:
             scores = self._runner.score([prompt_ids for prompt_ids, _ in taken])
-            self._loop.call_soon_threadsafe(_deliver, [answer for _, answer in taken], scores)
-
-
-def _deliver(answers: list[_Answer], scores: list[list[float]]) -> None:
-    for answer, score in zip(answers, scores, strict=True):
-        if not answer.done():  # its client may be gone
-            answer.set_result(score)
+            for (_, answer), score in zip(taken, scores, strict=True):
+                if answer.set_running_or_notify_cancel():  # else its client is gone
+                    answer.set_result(score)

@@ -4,8 +4,6 @@ Commands enter through a queue and run between two steps; pieces leave in one ca
 many streams they belong to.
 """
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading
@@ -19,7 +17,6 @@ import torch
 from areal_async.inference.embedded.engine.scheduler import Emission, Scheduler
 
 T = TypeVar("T")
-_Command = Callable[[], None]
 
 _THROUGHPUT_WINDOW_S = 1.0
 
@@ -39,7 +36,7 @@ class ModelThread:
         """Generated tokens per second, over the last second."""
         self._loop = asyncio.get_running_loop()
         self._on_death = on_death
-        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[Scheduler], object]] = queue.SimpleQueue()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
 
@@ -54,11 +51,7 @@ class ModelThread:
 
     def post(self, command: Callable[[Scheduler], object]) -> None:
         """Run ``command`` between two steps, without an answer."""
-
-        def run() -> None:
-            command(self.scheduler)
-
-        self._commands.put(run)
+        self._commands.put(command)
 
     async def call(self, command: Callable[[Scheduler], T]) -> T:
         """Run ``command`` between two steps and return its result.
@@ -70,17 +63,17 @@ class ModelThread:
             raise RuntimeError("the model thread has ended; restart the server")
         answer: Future[T] = Future()
 
-        def run() -> None:
+        def run(scheduler: Scheduler) -> None:
             if answer.set_running_or_notify_cancel():
-                answer.set_result(command(self.scheduler))
+                answer.set_result(command(scheduler))
 
-        self._commands.put(run)
+        self.post(run)
         return await asyncio.wrap_future(answer)
 
     def stop(self) -> None:
         """Ask the thread to end after the current step."""
         self._is_stopping = True
-        self._commands.put(lambda: None)
+        self.post(lambda scheduler: None)
 
     def _run(self) -> None:
         try:
@@ -109,9 +102,9 @@ class ModelThread:
         """Run what is queued; without work, wait for something to be."""
         if not self.scheduler.has_work:
             self.throughput = 0.0 if self.scheduler.num_running == 0 else self.throughput
-            self._commands.get()()
+            self._commands.get()(self.scheduler)
         while not self._commands.empty():
-            self._commands.get()()
+            self._commands.get()(self.scheduler)
 
 
 def _deliver(emissions: list[Emission]) -> None:
