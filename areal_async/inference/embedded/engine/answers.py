@@ -1,40 +1,28 @@
 """A request between its arrival and its last piece, and the JSON of what ``/generate`` says about its tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from areal_async.inference.embedded.engine.sequence import Piece, RunningSequence
-from areal_async.inference.embedded.engine.text import TextStream, Tokenizer
+from areal_async.inference.embedded.engine.text import TextStream
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
 class OpenRequest:
     """Takes the pieces of one request and makes response objects of them, each holding only what is new."""
 
-    def __init__(
-        self,
-        sequence: RunningSequence,
-        tokenizer: Tokenizer | None,
-        *,
-        return_logprob: bool,
-        return_prompt_token_ids: bool,
-    ) -> None:
-        self.sequence = sequence
-        self.is_submitted = False
-        """Whether the model thread has it; until then it waits at the door."""
-        self._pieces: list[Piece] = []
-        self._is_ready = asyncio.Event()
-        self._return_logprob = return_logprob
-        self._return_prompt_token_ids = return_prompt_token_ids
-        self._created_at = time.monotonic()
-        params = sequence.params
-        self._text = None
-        if tokenizer is not None:
-            self._text = TextStream(
-                tokenizer, skip_special_tokens=params.skip_special_tokens, no_stop_trim=params.no_stop_trim
-            )
+    sequence: RunningSequence
+    text: TextStream | None
+    """None where the model has no tokenizer."""
+    return_logprob: bool
+    return_prompt_token_ids: bool
+    is_submitted: bool = False
+    """Whether the model thread has it; until then it waits at the door."""
+    _pieces: list[Piece] = field(default_factory=list)
+    _is_ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _created_at: float = field(default_factory=time.monotonic)
 
     def push(self, piece: Piece) -> None:
         """Take one piece from the model thread's delivery."""
@@ -59,7 +47,7 @@ class OpenRequest:
             "weight_version": last.weight_version,
             "num_retractions": last.num_retractions,
         }
-        if self._return_logprob:
+        if self.return_logprob:
             logprobs = (logprob for piece in pieces for logprob in piece.logprobs)
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [
@@ -78,13 +66,13 @@ class OpenRequest:
             meta["weight_versions"] = last.weight_versions
             meta["e2e_latency"] = time.monotonic() - self._created_at
         answer: dict[str, Any] = {"text": self._write_text(token_ids, last), "output_ids": token_ids, "meta_info": meta}
-        if self._return_prompt_token_ids:
+        if self.return_prompt_token_ids:
             answer["prompt_token_ids"] = self.sequence.prompt_ids
         return answer
 
     def _write_text(self, token_ids: list[int], last: Piece) -> str:
-        if self._text is None:
+        if self.text is None:
             return ""
         if last.finish_reason is None:
-            return self._text.push(token_ids)
-        return self._text.finish(token_ids, last.finish_reason.get("matched"))
+            return self.text.push(token_ids)
+        return self.text.finish(token_ids, last.finish_reason.get("matched"))

@@ -4,8 +4,6 @@ Invariants: a request enters the model thread only while the door is open (not p
 leaves through exactly one final piece or by its client's disconnect; administration is done one call at a time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import uuid
@@ -26,7 +24,7 @@ from areal_async.inference.embedded.engine.runner import ModelRunner, ScoringRun
 from areal_async.inference.embedded.engine.scheduler import PauseMode, Scheduler
 from areal_async.inference.embedded.engine.scoring import ScoreLine
 from areal_async.inference.embedded.engine.sequence import FinishReason, Piece, RunningSequence, abort_reason
-from areal_async.inference.embedded.engine.text import StopStrings, Tokenizer
+from areal_async.inference.embedded.engine.text import StopStrings, TextStream, Tokenizer
 from areal_async.inference.embedded.engine.weights import StagedWeights, checksum_weights, shown_weights, stage_weights
 from areal_async.inference.embedded.engine.worker import ModelThread
 
@@ -153,8 +151,15 @@ class EngineService:
             stream_interval=(params.stream_interval or self.options.stream_interval) if is_stream else None,
             emit=self._deliver,
         )
+        text = None
+        if self.tokenizer is not None:
+            trimming = {"skip_special_tokens": params.skip_special_tokens, "no_stop_trim": params.no_stop_trim}
+            text = TextStream(self.tokenizer, **trimming)
         request = self._requests[rid] = OpenRequest(
-            sequence, self.tokenizer, return_logprob=return_logprob, return_prompt_token_ids=return_prompt_token_ids
+            sequence=sequence,
+            text=text,
+            return_logprob=return_logprob,
+            return_prompt_token_ids=return_prompt_token_ids,
         )
         return request
 
