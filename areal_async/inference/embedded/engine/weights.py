@@ -5,8 +5,6 @@ re-points the parameters, between two steps. An adapter is merged while it is st
 after staging: a file may be deleted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
@@ -23,15 +21,6 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class StagedWeights:
-    """Checked tensors in memory of their own, keyed by the model's own parameter and buffer names."""
-
-    tensors: dict[str, torch.Tensor]
-    merged: Merged | None = None
-    """Adapter that is merged into them; ``None`` for weights that replace what is merged."""
-
-
 @dataclass(slots=True)
 class Merged:
     """The adapter that is merged into the served weights, and what these were before."""
@@ -40,6 +29,15 @@ class Merged:
     """Adapter's tensors by PEFT's names; empty where there is none."""
     base: dict[str, torch.Tensor] = field(default_factory=dict)
     """The tensors that it changed, as they were, by the model's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """Checked tensors in memory of their own, keyed by the model's own parameter and buffer names."""
+
+    tensors: dict[str, torch.Tensor]
+    merged: Merged | None = None
+    """Adapter that is merged into them; ``None`` for weights that replace what is merged."""
 
 
 def stage_weights(model: torch.nn.Module, model_path: str, merged: Merged | None = None) -> StagedWeights:
@@ -52,30 +50,24 @@ def stage_weights(model: torch.nn.Module, model_path: str, merged: Merged | None
         WeightsError: files missing, torn, or not of this model.
     """
     folder = Path(model_path)
-    if is_adapter(folder):
-        return _stage_adapter(model, folder, merged or Merged())
-    staging = _Staging(model)
-    for name, tensor in _read_tensors(folder):
-        try:
-            staging.add(name, tensor)
-        except WeightsError as exc:
-            raise WeightsError(f"weights at {model_path}: {exc}") from exc
-    missing, unknown = sorted(staging.missing), staging.unknown
-    if missing or unknown:
-        raise WeightsError(
-            f"weights at {model_path}: {len(missing)} tensors missing (first: {missing[:1]}), {len(unknown)} unknown "
-            f"(first: {unknown[:1]}); save them from the model this server runs"
-        )
-    return StagedWeights(staging.staged)
+    try:
+        if is_adapter(folder):
+            return _stage_adapter(model, folder, merged or Merged())
+        staged, unknown, missing = _stage(model, _read_tensors(folder))
+        if missing or unknown:
+            raise WeightsError(
+                f"{len(missing)} tensors missing (first: {missing[:1]}), {len(unknown)} unknown "
+                f"(first: {unknown[:1]}); save them from the model this server runs"
+            )
+    except WeightsError as exc:
+        raise WeightsError(f"{'adapter' if is_adapter(folder) else 'weights'} at {model_path}: {exc}") from exc
+    return StagedWeights(staged)
 
 
 def _stage_adapter(model: torch.nn.Module, folder: Path, served: Merged) -> StagedWeights:
     base = named_weights(model) | served.base
-    try:
-        adapter = read_adapter(folder)
-        changed = merge_adapter(adapter, base)
-    except WeightsError as exc:
-        raise WeightsError(f"adapter at {folder}: {exc}") from exc
+    adapter = read_adapter(folder)
+    changed = merge_adapter(adapter, base)
     # What the last one changed and this one does not is put back.
     tensors = {**served.base, **changed}
     return StagedWeights(tensors, Merged(adapter.tensors, {name: base[name] for name in changed}))
@@ -87,48 +79,41 @@ def stage_tensors(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Ten
     Raises:
         WeightsError: one is not of this model.
     """
-    staging = _Staging(model)
-    for name, tensor in tensors:
-        staging.add(name, tensor)
-    if staging.unknown:
-        raise WeightsError(f"got {len(staging.unknown)} unknown tensors (first: {staging.unknown[:1]}), need none")
-    return StagedWeights(staging.staged)
+    staged, unknown, _ = _stage(model, tensors)
+    if unknown:
+        raise WeightsError(f"got {len(unknown)} unknown tensors (first: {unknown[:1]}), need none")
+    return StagedWeights(staged)
 
 
-class _Staging:
-    """Tensors that were checked against a model's, on their way to becoming its own.
+def _stage(
+    model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
+    """Check tensors against a model's and copy them; return them, the names it does not know and those missing.
 
-    Tied tensors (an output head that is the embedding) may come under any of their names, or several.
+    Tied tensors (an output head that is the embedding) may come under any of their names, or several: the first name
+    stands for all of them.
     """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.staged: dict[str, torch.Tensor] = {}
-        self.unknown: list[str] = []
-        self._targets = model.state_dict(keep_vars=True)
-        # Tied names share one tensor: the first name stands for all of them.
-        self._first_names: dict[int, str] = {}
-        for name, tensor in self._targets.items():
-            self._first_names.setdefault(id(tensor), name)
-
-    @property
-    def missing(self) -> set[str]:
-        """Names that did not come."""
-        return set(self._first_names.values()) - self.staged.keys()
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        target = self._targets.get(name)
-        if target is None:
-            self.unknown.append(name)
-            return
+    targets = model.state_dict(keep_vars=True)
+    first_names: dict[int, str] = {}
+    for name, target in targets.items():
+        first_names.setdefault(id(target), name)
+    staged: dict[str, torch.Tensor] = {}
+    unknown = []
+    for name, tensor in tensors:
+        if name not in targets:
+            unknown.append(name)
+            continue
+        target = targets[name]
         if tensor.shape != target.shape:
             raise WeightsError(
                 f"{name} has shape {list(tensor.shape)}, need {list(target.shape)}; "
                 f"save them from the model this server runs"
             )
-        key = self._first_names[id(target)]
-        if key not in self.staged:
+        first_name = first_names[id(target)]
+        if first_name not in staged:
             # A copy, always: the file behind the mapping may be truncated or replaced later, and a bucket is reused.
-            self.staged[key] = tensor.to(device=target.device, dtype=target.dtype, copy=True)
+            staged[first_name] = tensor.to(device=target.device, dtype=target.dtype, copy=True)
+    return staged, unknown, sorted(set(first_names.values()) - staged.keys())
 
 
 def swap_weights(model: torch.nn.Module, staged: StagedWeights, merged: Merged) -> Merged:
@@ -169,7 +154,7 @@ def _read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             yield from read_tensors(file)
         except (OSError, ValueError) as exc:
-            raise WeightsError(f"weights file {file}: cannot be read: {exc}; write it whole, then rename it") from exc
+            raise WeightsError(f"{file.name}: cannot be read: {exc}; write it whole, then rename it") from exc
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:
@@ -178,8 +163,8 @@ def _checkpoint_files(folder: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as exc:
-            raise WeightsError(f"weights index {index}: cannot be read: {type(exc).__name__}: {exc}") from exc
+            raise WeightsError(f"{_INDEX}: cannot be read: {type(exc).__name__}: {exc}") from exc
         return [folder / name for name in names]
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
-    raise WeightsError(f"weights at {folder}: found neither {_SINGLE} nor {_INDEX}; pass a folder that has one")
+    raise WeightsError(f"found neither {_SINGLE} nor {_INDEX}; pass a folder that has one")
