@@ -11,8 +11,6 @@ Invariant: positions at or past a sequence's length hold finite numbers (zeros o
 contributes exactly nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -65,7 +63,7 @@ class _SlotLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, owner: SlotCache) -> None:
+    def __init__(self, owner: "SlotCache") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
         self.store: list[torch.Tensor] = []
@@ -192,7 +190,13 @@ def attend(
             "Llama; use SGLang for this model"
         )
     if slot_plan.segments is not None:
-        return _attend_prompts(query, key, value, slot_plan.segments, scaling, sliding_window), None
+        outputs = [
+            _attend_prompt(
+                query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], scaling, sliding_window
+            )
+            for start, end in slot_plan.segments
+        ]
+        return torch.cat(outputs, dim=2).transpose(1, 2), None
     # The query heads that share a key head become its queries: no repeated keys, one mask for all.
     num_rows, num_heads, _, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -202,34 +206,18 @@ def attend(
     return output.reshape(num_rows, 1, num_heads, value.shape[-1]), None
 
 
-def _attend_prompts(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: list[tuple[int, int]],
-    scaling: float | None,
-    sliding_window: int | None,
+def _attend_prompt(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
 ) -> torch.Tensor:
+    length = query.shape[2]
+    mask = None
+    if window is not None and length > window:
+        ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        mask = ones.tril_() & ~torch.ones_like(ones).tril_(-window)
     is_grouped = query.shape[1] != key.shape[1]
-    outputs = []
-    for start, end in segments:
-        length = end - start
-        mask = None
-        if sliding_window is not None and length > sliding_window:
-            ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
-            mask = ones.tril_() & ~torch.ones_like(ones).tril_(-sliding_window)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                query[:, :, start:end],
-                key[:, :, start:end],
-                value[:, :, start:end],
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=is_grouped,
-            )
-        )
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
+    )
 
 
 # No mask function is registered under this name, so transformers builds no mask: the plan has it.

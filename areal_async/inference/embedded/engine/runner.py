@@ -55,19 +55,12 @@ class ModelRunner:
 
     def _prefill_pass(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> torch.Tensor:
         """Compute whole prompts, packed into one sequence, in one forward pass."""
-        ids: list[int] = []
-        positions: list[int] = []
-        rows: list[int] = []
-        segments: list[tuple[int, int]] = []
-        for prompt, slot in zip(prompts, slots, strict=True):
-            base = slot * self.cache.slot_tokens
-            segments.append((len(ids), len(ids) + len(prompt)))
-            ids.extend(prompt)
-            positions.extend(range(len(prompt)))
-            rows.extend(range(base, base + len(prompt)))
-        plan = ForwardPlan(rows_T=self._tensor(rows), segments=segments)
-        last = self._tensor([end - 1 for _, end in segments])
-        return self._forward(self._tensor(ids)[None], self._tensor(positions)[None], plan, last)[0]
+        ends = [0, *accumulate(map(len, prompts))]
+        bases = [slot * self.cache.slot_tokens for slot in slots]
+        rows = [range(base, base + len(prompt)) for prompt, base in zip(prompts, bases, strict=True)]
+        plan = ForwardPlan(rows_T=self._joined(rows), segments=list(pairwise(ends)))
+        positions_1T = self._joined(range(len(prompt)) for prompt in prompts)[None]
+        return self._forward(self._joined(prompts)[None], positions_1T, plan, self._joined([ends[1:]]) - 1)[0]
 
     def decode(self, ids_N: torch.Tensor, positions_N: torch.Tensor, longest: int) -> torch.Tensor:
         """Feed one token to each of the first N slots; return the logits [N, V] after it.
@@ -112,8 +105,8 @@ class ModelRunner:
             slots = max(num_slots, min(slots, self.max_total_tokens // tokens))
         self.cache.resize(slots, tokens)
 
-    def _tensor(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self.device)
+    def _joined(self, parts: Iterable[Sequence[int]]) -> torch.Tensor:
+        return torch.tensor(list(chain.from_iterable(parts)), dtype=torch.long, device=self.device)
 
     def _default_total_tokens(self, bytes_per_token: int) -> int:
         if self.device.type == "cuda":
