@@ -37,8 +37,8 @@ class Counting(Grammars):
         return super()._compile(kind, text)
 
 
-def grammars_of(folder: Path, **options: Any) -> Counting:
-    return Counting(load_tokenizer(folder), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS_ID}), **options)
+def grammars_of(folder: Path) -> Counting:
+    return Counting(load_tokenizer(folder), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS_ID}))
 
 
 async def test_siblings_wait_for_one_compilation_and_each_has_a_beginning_of_its_own(models: list[Path]) -> None:
@@ -55,7 +55,8 @@ async def test_siblings_wait_for_one_compilation_and_each_has_a_beginning_of_its
 
 
 async def test_who_waits_past_the_deadline_is_told_and_the_next_finds_it_compiled(models: list[Path]) -> None:
-    grammars = grammars_of(models[0], deadline_s=0)
+    grammars = grammars_of(models[0])
+    grammars._deadline_s = 0.0
     with pytest.raises(RequestError, match="json_schema: not compiled within 0 s; make it simpler"):
         await grammars.begin(*SCHEMA)
 

@@ -93,18 +93,11 @@ class Grammar:
 class Grammars:
     """Compiles for one model, and keeps what it has compiled. On the event loop."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        *,
-        vocab_size: int,
-        eos_token_ids: frozenset[int],
-        deadline_s: float = COMPILE_DEADLINE_S,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        self._deadline_s = deadline_s
+        self._deadline_s = COMPILE_DEADLINE_S
         self._compiled: OrderedDict[tuple[str, str], asyncio.Future[xgrammar.CompiledGrammar]] = OrderedDict()
         self._lock = threading.Lock()
         self._compiler: xgrammar.GrammarCompiler | None = None
