@@ -4,8 +4,6 @@ The kind stands in the record as ``event`` and at the end of the subject, so tha
 told after what it tells of is so. It is history, never state: nothing rests on one that was lost on its way.
 """
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from typing import Any
 

@@ -1,9 +1,7 @@
 """The two ids that have parts: a weights version and an attempt at a prompt. Text outside, numbers here."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 from areal_async.protocol.fields import is_group_id, is_version
 
@@ -21,7 +19,7 @@ class Version(NamedTuple):
         return f"{self.lineage}-{self.step}"
 
     @classmethod
-    def parse(cls, text: str) -> Version:
+    def parse(cls, text: str) -> Self:
         """Read ``1-42``.
 
         Raises:
@@ -29,15 +27,14 @@ class Version(NamedTuple):
         """
         if not is_version(text):
             raise ValueError(f"weights version: got {text!r}, need <lineage>-<step> like 1-42")
-        lineage, step = text.split("-")
-        return cls(int(lineage), int(step))
+        return cls(*map(int, text.split("-")))
 
     def pack(self) -> int:
         """Return ``lineage * 2**32 + step``."""
         return (self.lineage << 32) | self.step
 
     @classmethod
-    def unpack(cls, packed: int) -> Version:
+    def unpack(cls, packed: int) -> Self:
         """Invert ``pack``."""
         return cls(packed >> 32, packed & 0xFFFFFFFF)
 
@@ -54,12 +51,12 @@ class GroupId:
         return f"{self.epoch}-{self.index}-{self.attempt}"
 
     @property
-    def next_attempt(self) -> GroupId:
+    def next_attempt(self) -> Self:
         """The same prompt, once more."""
-        return GroupId(self.epoch, self.index, self.attempt + 1)
+        return replace(self, attempt=self.attempt + 1)
 
     @classmethod
-    def parse(cls, text: str) -> GroupId:
+    def parse(cls, text: str) -> Self:
         """Read ``0-17-0``.
 
         Raises:
@@ -67,4 +64,4 @@ class GroupId:
         """
         if not is_group_id(text):
             raise ValueError(f"group id: got {text!r}, need <epoch>-<index>-<attempt> like 0-17-0")
-        return cls(*(int(part) for part in text.split("-")))
+        return cls(*map(int, text.split("-")))

@@ -1,7 +1,5 @@
 """What operators want of a run, how its processes fare, and what it is: values of keys in the run's bucket."""
 
-from __future__ import annotations
-
 from areal_async.protocol.fields import Count, NumServers, OptionalVersionText, TokenText
 from areal_async.protocol.types import Record
 

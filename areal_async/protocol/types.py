@@ -5,8 +5,6 @@ only large part. One word for one thing: these names are used in code, logs, met
 What a field may hold stands in its type (``fields``) and is checked where a record is decoded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any

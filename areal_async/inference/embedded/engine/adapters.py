@@ -5,8 +5,6 @@ name its version. The matrices as they were before are kept, so the next adapter
 up; they take as much memory again as what is adapted.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 Invariant: every member's cache holds all its tokens but the last; decoding feeds that one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

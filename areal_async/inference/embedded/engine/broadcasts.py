@@ -7,8 +7,6 @@ Invariants: waiting for a broadcast stops neither the model thread nor the proce
 applied in the order in which they were asked for; a bucket with a tensor that does not fit is refused whole.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

@@ -10,8 +10,6 @@ Returned log-probabilities are those of softmax(logits / temperature) over the w
 min-p cut it (SGLang's default); greedy rows use temperature 1. The logits are the steered ones, where they are.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

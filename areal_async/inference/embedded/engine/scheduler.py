@@ -10,8 +10,6 @@ exactly one version; a sequence is admitted only with room for the longest it ma
 Everything here is synchronous and belongs to the model thread.
 """
 
-from __future__ import annotations
-
 import enum
 from collections import deque
 from collections.abc import Callable, Iterable

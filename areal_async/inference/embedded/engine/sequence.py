@@ -1,7 +1,5 @@
 """One request on its way through the engine, and the pieces of answer it gives off."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +50,7 @@ class RunningSequence:
     """Unsigned 64 bits; with the token's index it fixes every draw."""
     stream_interval: int | None
     """Tokens per piece; None gives one piece at the end."""
-    emit: Callable[[RunningSequence, Piece], None]
+    emit: Callable[["RunningSequence", Piece], None]
     """Called on the event loop's thread with this sequence."""
 
     prompt_hash: int = field(init=False)

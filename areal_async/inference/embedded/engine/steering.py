@@ -7,8 +7,6 @@ not been.
 Letters: N rows, V vocabulary, K (row, token) pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """JSON in and out of the administrative routes, and who may use them."""
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
