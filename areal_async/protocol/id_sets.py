@@ -24,7 +24,7 @@ class NumberSet(AbstractSet[int]):
 
     def __init__(self, numbers: Iterable[int] = ()) -> None:
         self._first = array(_INT64)
-        """First number of each interval, ascending; no two intervals touch."""
+        """First number of each interval, ascending; no two intervals touch. Each takes 16 bytes, with its last one."""
         self._last = array(_INT64)
         self._num = 0
         for number in numbers:
@@ -50,17 +50,6 @@ class NumberSet(AbstractSet[int]):
             first.insert(after, number)
             last.insert(after, number)
 
-    @property
-    def num_intervals(self) -> int:
-        """What it takes: 16 bytes for each."""
-        return len(self._first)
-
-    def copy(self) -> "NumberSet":
-        """Return another set of the same numbers."""
-        made = NumberSet()
-        made._first, made._last, made._num = self._first[:], self._last[:], self._num
-        return made
-
     def __contains__(self, number: object) -> bool:
         if not isinstance(number, int):
             return False
@@ -85,11 +74,7 @@ class GroupIds(AbstractSet[str]):
         """Attempt -> epoch and index, as one number."""
         self._others: set[str] = set()
         """Texts that no numbers stand for."""
-        if isinstance(group_ids, GroupIds):
-            self._by_attempt.update({attempt: prompts.copy() for attempt, prompts in group_ids._by_attempt.items()})
-            self._others = set(group_ids._others)
-        else:
-            self.update(group_ids)
+        self.update(group_ids)
 
     def add(self, group_id: str) -> None:
         """Take a group in; one that is there already changes nothing."""
@@ -103,11 +88,6 @@ class GroupIds(AbstractSet[str]):
         """Take groups in."""
         for group_id in group_ids:
             self.add(group_id)
-
-    @property
-    def num_intervals(self) -> int:
-        """What it takes, but for texts that no numbers stand for: 16 bytes for each."""
-        return sum(prompts.num_intervals for prompts in self._by_attempt.values())
 
     def __contains__(self, group_id: object) -> bool:
         if not isinstance(group_id, str):

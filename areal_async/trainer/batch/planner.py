@@ -13,13 +13,13 @@ what is late of a group, however long ago it ended.
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Generic
 
 from areal_async.config.live import step_numbers
 from areal_async.config.settings import RolloutSettings, Settings
 from areal_async.errors import FencedError
-from areal_async.protocol.id_sets import GroupIds
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.staleness import oldest_age_at
 from areal_async.protocol.types import (
@@ -87,9 +87,9 @@ class BatchPlanner(Generic[D]):
         self._asked_step = 0
         """The last step before which a checkpoint was asked for."""
         self._waiting_since: dict[str, float] = {}
-        self._recorded = GroupIds(journal.settled)
+        self._recorded = deepcopy(journal.settled)
         """Groups with a settling outcome."""
-        self._closed = GroupIds(journal.settled)
+        self._closed = deepcopy(journal.settled)
         """Groups in a cut or with a settling outcome: nothing more that comes for them is trained."""
         self._in_cuts: dict[str, CutGroup] = {}
         """Groups in cuts that no checkpoint holds, should they fall out."""
