@@ -10,6 +10,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,7 +62,6 @@ class PublishLog:
         """``directory``: of the run."""
         self.producer = f"{node_id}.{secrets.token_hex(4)}"
         self._path = directory.absolute() / FOLDER / f"{self.producer}.jsonl"
-        self._descriptor: int | None = None
         self._is_writable = True
         self._num_made = 0
         self._unacknowledged: set[int] = set()
@@ -88,17 +88,17 @@ class PublishLog:
         if not self._is_writable:
             return
         try:
-            os.write(self._open(), msgspec.json.encode(receipt) + b"\n")
+            os.write(self._descriptor, msgspec.json.encode(receipt) + b"\n")
         except OSError as exc:
             self._is_writable = False
             log.warning("receipts.unwritable", path=str(self._path), error=str(exc))
 
-    def _open(self) -> int:
-        if self._descriptor is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            weakref.finalize(self, os.close, self._descriptor)
-        return self._descriptor
+    @cached_property
+    def _descriptor(self) -> int:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
 
 
 class Produced(NamedTuple):
