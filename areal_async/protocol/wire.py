@@ -46,8 +46,8 @@ MAX_REASON_CHARACTERS = 2000
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Exceptions of msgspec for bytes that it cannot read as the wanted type."""
+_MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)
+"""Exceptions of msgspec for what it cannot read as the wanted type; in a header what is no UTF-8 is surrogates."""
 
 
 def encode(record: Record) -> bytes:
@@ -236,8 +236,6 @@ def decode_headers(headers: Mapping[str, str] | None, *, sequence: int, num_byte
         slots = decode_json((headers or {})[SLOTS_HEADER], list[Slot], what=f"{what}: {SLOTS_HEADER}")
     except KeyError as exc:
         raise WireError(f"{what}: header {exc} is missing") from exc
-    except UnicodeEncodeError as exc:  # what is no UTF-8 arrives as surrogates
-        raise WireError(f"{what}: cannot decode headers: {exc}") from exc
     if group.schema != SCHEMA:
         raise WireError(f"{what}: got schema {group.schema}, need {SCHEMA}; upgrade the older side")
     if not slots or any(slot.sibling >= group.group_size for slot in slots):
