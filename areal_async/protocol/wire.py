@@ -149,21 +149,19 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
                 for sequence in trajectory.sequences
             ],
             info=trajectory.info,
-            extensions=_encoded_turns(trajectory.sequences)
-            | _encoded_runs(trajectory.sequences, _TEMPERATURES)
-            | _encoded_runs(trajectory.sequences, _STEERED),
+            extensions=_extensions(trajectory.sequences),
         )
     )
 
 
-def _encoded_turns(sequences: Seq[Sequence]) -> dict[str, msgspec.Raw]:
-    turns = [sequence.turns.astype(_TURNS_DTYPE).tobytes() for sequence in sequences if sequence.turns is not None]
-    return {_TURNS: msgspec.Raw(msgspec.msgpack.encode(turns))} if turns else {}
-
-
-def _encoded_runs(sequences: Seq[Sequence], name: str) -> dict[str, msgspec.Raw]:
-    runs = [_runs(getattr(sequence, name)) for sequence in sequences]
-    return {name: msgspec.Raw(msgspec.msgpack.encode(runs))} if any(runs) else {}
+def _extensions(sequences: Seq[Sequence]) -> dict[str, msgspec.Raw]:
+    """Return what only some slots have."""
+    values: dict[str, list[Any]] = {
+        _TURNS: [one.turns.astype(_TURNS_DTYPE).tobytes() for one in sequences if one.turns is not None],
+        _TEMPERATURES: [_runs(one.temperatures) for one in sequences],
+        _STEERED: [_runs(one.steered) for one in sequences],
+    }
+    return {name: msgspec.Raw(msgspec.msgpack.encode(column)) for name, column in values.items() if any(column)}
 
 
 def _runs(values: NDArray[Any] | None) -> _Runs:
@@ -303,9 +301,16 @@ def decode_slot(blobs: Seq[memoryview], slot: Slot) -> Trajectory:
         raise WireError(f"{what}: got {len(body.sequences)} sequences, need at most {MAX_SEQUENCES}")
     if not all(math.isfinite(value) for value in body.info.values()):
         raise WireError(f"{what}: got info with a value that is no finite number")
-    runs = zip(_runs_of(body, _TEMPERATURES, what), _runs_of(body, _STEERED, what), strict=True)
-    columns = zip(body.sequences, _turns_of(body, slot, what), runs, strict=True)
-    sequences = [_sequence(item, turns, *runs, what) for item, turns, runs in columns]
+    if (_TURNS in body.extensions) != bool(slot.credits):
+        raise WireError(
+            f"{what}: got no turns, need them for the credits that its header has"
+            if slot.credits
+            else f"{what}: got turns, but its header has no credits"
+        )
+    turns: list[bytes | None] = _extension(body, _TURNS, bytes, None, what)
+    temperatures, steered = (_extension(body, name, _Runs, [], what) for name in (_TEMPERATURES, _STEERED))
+    columns = zip(body.sequences, turns, temperatures, steered, strict=True)
+    sequences = [_sequence(*column, what) for column in columns]
     for sequence in sequences:
         _check_values(sequence, slot, what)
     if slot.credits:
@@ -316,26 +321,12 @@ def decode_slot(blobs: Seq[memoryview], slot: Slot) -> Trajectory:
     return Trajectory(slot=slot, sequences=sequences, info=body.info)
 
 
-def _turns_of(body: _SlotPayload, slot: Slot, what: str) -> Seq[bytes | None]:
-    if (_TURNS in body.extensions) != bool(slot.credits):
-        raise WireError(
-            f"{what}: got no turns, need them for the credits that its header has"
-            if slot.credits
-            else f"{what}: got turns, but its header has no credits"
-        )
-    return _extension(body, _TURNS, bytes, what) or [None] * len(body.sequences)
-
-
-def _runs_of(body: _SlotPayload, name: str, what: str) -> Seq[_Runs]:
-    return _extension(body, name, _Runs, what) or [[]] * len(body.sequences)
-
-
-def _extension(body: _SlotPayload, name: str, kind: type[T], what: str) -> list[T]:
-    """Return what an extension has for each sequence; empty where the slot is without it."""
+def _extension(body: _SlotPayload, name: str, kind: Any, absent: Any, what: str) -> list[Any]:
+    """Return what an extension has for each sequence, one of a ``kind``; ``absent`` where the slot is without it."""
     if name not in body.extensions:
-        return []
+        return [absent] * len(body.sequences)
     try:
-        values = msgspec.msgpack.decode(body.extensions[name], type=list[kind])  # type: ignore[valid-type]
+        values = msgspec.msgpack.decode(body.extensions[name], type=list[kind])
     except _MALFORMED as exc:
         raise WireError(f"{what}: cannot decode {name}: {exc}") from exc
     if len(values) != len(body.sequences):
