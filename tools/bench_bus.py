@@ -76,14 +76,7 @@ class Group:
 
     def message(self) -> Message:
         """Encode them as an outbox does, for a contender without one."""
-        payload, headers, _ = encode_message(
-            self.trajectories,
-            group_id=self.ticket.group_id,
-            workflow=WORKFLOW,
-            ticket_version=self.ticket.version,
-            num_failed_attempts=0,
-            group_size=GROUP_SIZE,
-        )
+        payload, headers, _ = encode_message(self.trajectories, self.ticket)
         return payload, {**headers, "Nats-Msg-Id": f"raw.{self.ticket.group_id}"}
 
 

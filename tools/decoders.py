@@ -97,9 +97,9 @@ _CREDITS = types.ReplyReward(0.75, 1), types.ReplyReward(0.25, 1, "solver")
 
 def _message() -> wire.EncodedMessage:
     return wire.encode_message(
-        [_trajectory(0, credits=_CREDITS), _trajectory(1)], group_id="0-3-0", workflow="gsm8k", ticket_version="1-2",
-        num_failed_attempts=1, group_size=8,
-    )  # fmt: skip
+        [_trajectory(0, credits=_CREDITS), _trajectory(1)],
+        types.Ticket(row={}, group_id="0-3-0", workflow="gsm8k", version="1-2", num_failed_attempts=1, group_size=8),
+    )
 
 
 _PAYLOAD, _HEADERS, _ = _message()

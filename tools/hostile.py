@@ -35,7 +35,7 @@ from areal_async.algorithms.advantages import advantage_rule
 from areal_async.config.settings import Settings
 from areal_async.errors import WireError
 from areal_async.protocol.staleness import age_at
-from areal_async.protocol.types import Cut, ReplyReward, Sequence, Slot, SlotStatus, Trajectory, Version, mean
+from areal_async.protocol.types import Cut, ReplyReward, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version, mean
 from areal_async.protocol.wire import EncodedMessage, decode_headers, decode_trajectory, encode_message
 from areal_async.trainer.batch.culprits import said_by
 from areal_async.trainer.batch.cut import OpenGroup
@@ -103,11 +103,14 @@ def hostile_message(random: Random, group_id: str, target: Target) -> EncodedMes
     is_odd = random.random() < target.share_odd
     return encode_message(
         trajectories[: random.choice([1, 2])] if is_odd else trajectories,
-        group_id=group_id,
-        workflow=random.choice([workflow, "other"]) if is_odd else workflow,
-        ticket_version=str(random.choice(target.fresh)),
-        num_failed_attempts=random.choice([0, 2, 1 << 53]) if is_odd else 0,
-        group_size=random.choice([GROUP_SIZE, 1, 3, 1 << 16]) if is_odd else GROUP_SIZE,
+        Ticket(
+            row={},
+            group_id=group_id,
+            workflow=random.choice([workflow, "other"]) if is_odd else workflow,
+            version=str(random.choice(target.fresh)),
+            num_failed_attempts=random.choice([0, 2, 1 << 53]) if is_odd else 0,
+            group_size=random.choice([GROUP_SIZE, 1, 3, 1 << 16]) if is_odd else GROUP_SIZE,
+        ),
     )
 
 

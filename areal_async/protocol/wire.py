@@ -31,6 +31,7 @@ from areal_async.protocol.types import (
     Slot,
     SlotStatus,
     StoredMessage,
+    Ticket,
     Trajectory,
     Version,
     mean,
@@ -194,16 +195,8 @@ class EncodedMessage(NamedTuple):
     """Slots with ``crc32`` and ``index`` filled in, as in the headers: content and headers cannot disagree."""
 
 
-def encode_message(
-    trajectories: Seq[Trajectory],
-    *,
-    group_id: str,
-    workflow: str,
-    ticket_version: str,
-    num_failed_attempts: int,
-    group_size: int,
-) -> EncodedMessage:
-    """Encode some slots of one group as one message."""
+def encode_message(trajectories: Seq[Trajectory], ticket: Ticket) -> EncodedMessage:
+    """Encode some slots of one ticket's group as one message."""
     blobs = [encode_trajectory(trajectory) for trajectory in trajectories]
     slots = [
         msgspec.structs.replace(
@@ -215,8 +208,8 @@ def encode_message(
         for index, (trajectory, blob) in enumerate(zip(trajectories, blobs, strict=True))
     ]
     group = _GroupHeader(
-        schema=SCHEMA, group_id=group_id, workflow=workflow, ticket_version=ticket_version,
-        num_failed_attempts=num_failed_attempts, group_size=group_size,
+        schema=SCHEMA, group_id=ticket.group_id, workflow=ticket.workflow, ticket_version=ticket.version,
+        num_failed_attempts=ticket.num_failed_attempts, group_size=ticket.group_size,
     )  # fmt: skip
     headers = {GROUP_HEADER: _ascii_json(group), SLOTS_HEADER: _ascii_json(slots)}
     return EncodedMessage(msgspec.msgpack.encode(blobs), headers, slots)

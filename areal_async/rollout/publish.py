@@ -145,10 +145,7 @@ class Outbox:
                 break
             taken.append(self._ready.pop(0))
         ticket = self._ticket
-        payload, headers, slots = encode_message(
-            taken, group_id=ticket.group_id, workflow=ticket.workflow, ticket_version=ticket.version,
-            num_failed_attempts=ticket.num_failed_attempts, group_size=ticket.group_size,
-        )  # fmt: skip
+        payload, headers, slots = encode_message(taken, ticket)
         sequence = self._publish_log.stamp()
         headers[STAMP_HEADER] = encode_stamp(sequence)
         siblings = "_".join(str(slot.sibling) for slot in slots)

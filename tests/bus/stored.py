@@ -64,11 +64,14 @@ async def store(
     """Store some siblings of a group in one message."""
     payload, headers, _ = encode_message(
         [trajectory(group_id, sibling, version=version, failed=failed, producer=producer) for sibling in siblings],
-        group_id=group_id,
-        workflow=WORKFLOW,
-        ticket_version=version,
-        num_failed_attempts=num_failed_attempts,
-        group_size=group_size,
+        Ticket(
+            row={},
+            group_id=group_id,
+            workflow=WORKFLOW,
+            version=version,
+            num_failed_attempts=num_failed_attempts,
+            group_size=group_size,
+        ),
     )
     await bus.publish(bus.names.trajectories(WORKFLOW, group_id), payload, headers=headers)
 

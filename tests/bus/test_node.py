@@ -419,7 +419,7 @@ async def store_as_another_node(run: Run, group_id: str, siblings: list[int], re
         for sibling in siblings
     ]  # fmt: skip
     payload, headers, _ = wire.encode_message(
-        trajectories, group_id=group_id, workflow="play", ticket_version="1-0", num_failed_attempts=0, group_size=4
+        trajectories, Ticket(row={}, group_id=group_id, workflow="play", version="1-0", group_size=4)
     )
     await run.node.publish(
         run.names.trajectories("play", group_id), payload, headers=headers, msg_id=f"other.{group_id}"
@@ -466,8 +466,8 @@ async def test_full_stream_makes_the_node_wait_and_loses_nothing(run: Run, capsy
     slot = Slot(sibling=0, sample_uid="x", status=SlotStatus.FAILED, oldest="1-0", newest="1-0")
     filler, headers, _ = wire.encode_message(
         [Trajectory(slot=slot, sequences=[])],
-        group_id="9-9-9", workflow="play", ticket_version="1-0", num_failed_attempts=0, group_size=1,
-    )  # fmt: skip
+        Ticket(row={}, group_id="9-9-9", workflow="play", version="1-0", group_size=1),
+    )
     filler += bytes(room - len(filler) - 2000)
     await run.node.publish(run.names.trajectories("play", "9-9-9"), filler, headers=headers)
     await run.announce()

@@ -187,9 +187,9 @@ async def test_the_trainer_goes_on_after_tickets_that_are_none(
 
 def _headers(**changes: object) -> dict[str, str]:
     payload, headers, _ = wire.encode_message(
-        [trajectory("0-0-0", 0), trajectory("0-0-0", 1)], group_id="0-0-0", workflow=WORKFLOW, ticket_version="1-0",
-        num_failed_attempts=0, group_size=2,
-    )  # fmt: skip
+        [trajectory("0-0-0", 0), trajectory("0-0-0", 1)],
+        Ticket(row={}, group_id="0-0-0", workflow=WORKFLOW, version="1-0", group_size=2),
+    )
     group = msgspec.json.decode(headers[wire.GROUP_HEADER])
     slots = msgspec.json.decode(headers[wire.SLOTS_HEADER])
     for key, value in changes.items():
@@ -270,9 +270,9 @@ async def test_a_payload_that_belies_its_header_is_missing_from_its_cut_and_a_de
     lying = trajectory("0-0-0", 0, version="1-0")
     lying.sequences[0].versions[1] = 0  # of a lineage long gone
     payload, headers, _ = wire.encode_message(
-        [lying, trajectory("0-0-0", 1)], group_id="0-0-0", workflow=WORKFLOW, ticket_version="1-0",
-        num_failed_attempts=0, group_size=2,
-    )  # fmt: skip
+        [lying, trajectory("0-0-0", 1)],
+        Ticket(row={}, group_id="0-0-0", workflow=WORKFLOW, version="1-0", group_size=2),
+    )
     async with running(await open_role(Role.TRAINER), settings) as station:
         station.feed.allow(1)
         await node.publish(names.trajectories(WORKFLOW, "0-0-0"), payload, headers=headers)

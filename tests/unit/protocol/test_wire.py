@@ -65,11 +65,7 @@ def test_what_a_trajectory_takes_at_most_is_known_before_it_is_encoded(
 def _message(*trajectories: Trajectory) -> tuple[bytes, dict[str, str]]:
     payload, headers, _ = encode_message(
         trajectories,
-        group_id="0-3-0",
-        workflow="gsm8k",
-        ticket_version="1-2",
-        num_failed_attempts=1,
-        group_size=8,
+        Ticket(row={}, group_id="0-3-0", workflow="gsm8k", version="1-2", num_failed_attempts=1, group_size=8),
     )
     return payload, headers
 

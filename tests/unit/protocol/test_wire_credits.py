@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from areal_async.errors import WireError
 from areal_async.protocol.fields import MAX_CREDITS
-from areal_async.protocol.types import NOT_CREDITED, ReplyReward, Sequence, Slot, SlotStatus, Trajectory, Version, mean
+from areal_async.protocol.types import (
+    NOT_CREDITED,
+    ReplyReward,
+    Sequence,
+    Slot,
+    SlotStatus,
+    Ticket,
+    Trajectory,
+    Version,
+    mean,
+)
 from areal_async.protocol.wire import (
     BYTES_PER_TOKEN,
     decode_headers,
@@ -49,7 +59,7 @@ def trajectory_of(rewards: list[float], sequences: list[list[int]]) -> Trajector
 
 def send(trajectory: Trajectory) -> tuple[bytes, dict[str, str]]:
     payload, headers, _ = encode_message(
-        [trajectory], group_id="0-3-0", workflow="w", ticket_version="1-2", num_failed_attempts=0, group_size=4
+        [trajectory], Ticket(row={}, group_id="0-3-0", workflow="w", version="1-2", group_size=4)
     )
     return payload, headers
 

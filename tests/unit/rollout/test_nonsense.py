@@ -15,7 +15,7 @@ import structlog
 
 from areal_async.api import Policy, ToolCall, Workflow
 from areal_async.errors import Reject, RewardError, WorkflowError
-from areal_async.protocol.types import Prompt, SlotStatus, Trajectory
+from areal_async.protocol.types import Prompt, SlotStatus, Ticket, Trajectory
 from areal_async.protocol.wire import decode_headers, encode_message
 from areal_async.rollout.tools.run import Toolbox
 from areal_async.rollout.user_code import task_scope
@@ -39,7 +39,7 @@ async def play(workflow: Workflow, *, deadline_s: float = 5.0) -> Trajectory:
     await asyncio.sleep(0)
     assert asyncio.all_tasks() <= before, "nothing of it runs any more"
     payload, headers, _ = encode_message(
-        [trajectory], group_id="0-0-0", workflow="w", ticket_version="1-1", num_failed_attempts=0, group_size=4
+        [trajectory], Ticket(row={}, group_id="0-0-0", workflow="w", version="1-1", group_size=4)
     )
     stored = decode_headers(headers, sequence=1, num_bytes=len(payload))
     assert stored.slots[0].reason == trajectory.slot.reason, "it can be stored, and read"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_async.algorithms.advantages import AdvantageRule
-from areal_async.protocol.types import Cut, CutGroup, CutSlot, Trajectory, Version
+from areal_async.protocol.types import Cut, CutGroup, CutSlot, Ticket, Trajectory, Version
 from areal_async.protocol.wire import decode_headers, decode_trajectory, encode_message
 from areal_async.trainer.batch.payloads import slots_of
 from areal_async.trainer.batch.step import agree_on_batch
@@ -59,7 +59,7 @@ def _with_first_reply_in_the_prompt(one: Trajectory) -> Trajectory:
 def _rows(trajectories: list[Trajectory]) -> list[TrainRow]:
     """Over the wire and through the cut, as in a run."""
     payload, headers, _ = encode_message(
-        trajectories, group_id="0-0-0", workflow="w", ticket_version="1-0", num_failed_attempts=0, group_size=2
+        trajectories, Ticket(row={}, group_id="0-0-0", workflow="w", version="1-0", group_size=2)
     )
     slots = decode_headers(headers, sequence=1, num_bytes=len(payload)).slots
     group = CutGroup(group_id="0-0-0", workflow="w", slots=[CutSlot(slot=one, sequence=1) for one in slots])

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from areal_async.config.settings import InferenceSettings, ModelSettings, SamplingSettings, Settings, TrainerSettings
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.pool import ServerPool
-from areal_async.protocol.types import Cut, Trajectory, Version
+from areal_async.protocol.types import Cut, Ticket, Trajectory, Version
 from areal_async.protocol.wire import decode_headers, decode_trajectory, encode_message
 from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.rollout.policy.text import load_codec
@@ -47,7 +47,7 @@ def sampled(embedded_server: Server, folder: Path) -> Trajectory:
     )
     sent = fill_slot(policy, Scores(reward=1.0), place, duration_s=0.0)
     payload, headers, _ = encode_message(
-        [sent], group_id="0-0-0", workflow="w", ticket_version="0-0", num_failed_attempts=0, group_size=1
+        [sent], Ticket(row={}, group_id="0-0-0", workflow="w", version="0-0", group_size=1)
     )
     (slot,) = decode_headers(headers, sequence=1, num_bytes=len(payload)).slots
     return decode_trajectory(payload, slot)

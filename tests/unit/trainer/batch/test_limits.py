@@ -14,7 +14,17 @@ from areal_async.config.settings import Settings
 from areal_async.errors import WireError
 from areal_async.protocol import wire
 from areal_async.protocol.fields import MAX_INFO_KEYS
-from areal_async.protocol.types import Cut, ReplyReward, Sequence, Slot, SlotStatus, StoredMessage, Trajectory, Version
+from areal_async.protocol.types import (
+    Cut,
+    ReplyReward,
+    Sequence,
+    Slot,
+    SlotStatus,
+    StoredMessage,
+    Ticket,
+    Trajectory,
+    Version,
+)
 from areal_async.trainer.batch.limits import TrainingLimits
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from tools.hostile import ALGORITHMS, Course
@@ -142,7 +152,7 @@ def test_headers_of_another_run_or_without_a_bound_are_refused(given: dict[str, 
 def test_a_slot_whose_name_cannot_be_a_headers_is_no_slot(uid: str) -> None:
     trajectory = _trajectory(slot={"sample_uid": uid})
     message = wire.encode_message(
-        [trajectory], group_id="0-3-0", workflow="w", ticket_version="2-4", num_failed_attempts=0, group_size=2
+        [trajectory], Ticket(row={}, group_id="0-3-0", workflow="w", version="2-4", group_size=2)
     )
 
     with pytest.raises(WireError, match="sample_uid"):
