@@ -37,7 +37,8 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from nats.aio.client import Client
 from nats.js.api import AckPolicy, ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
 
-from areal_async.bus import Bus, Delivery, EmbeddedBroker, Role, Sweep, credentials_path, declare, open_bus
+from areal_async.bus import Bus, Delivery, EmbeddedBroker, Role, credentials_path, declare, open_bus
+from areal_async.bus.sweep import Sweep
 from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.protocol.publish_log import PublishLog
 from areal_async.protocol.types import CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version

@@ -11,7 +11,6 @@ when the broker refuses, it raises ``BusError``.
 """
 
 from areal_async.bus.broker_config import credentials_for, credentials_path
-from areal_async.bus.connection import connect
 from areal_async.bus.inbox import Delivery, Inbox
 from areal_async.bus.inspection import HeldError, copied_broker
 from areal_async.bus.jetstream import Bus, StreamState, open_bus
@@ -28,8 +27,7 @@ from areal_async.bus.service import (
     json_object,
     serving,
 )
-from areal_async.bus.streams import declare, delete_run, forget_nodes, list_runs, take_trainer_consumer
-from areal_async.bus.sweep import Sweep
+from areal_async.bus.streams import declare, take_trainer_consumer
 
 __all__ = [
     "Bus",
@@ -43,19 +41,14 @@ __all__ = [
     "Role",
     "Schema",
     "StreamState",
-    "Sweep",
     "ask_service",
-    "connect",
     "copied_broker",
     "credentials_for",
     "credentials_path",
     "declare",
-    "delete_run",
-    "forget_nodes",
     "gather_reports",
     "hearing_reports",
     "json_object",
-    "list_runs",
     "open_bus",
     "serving",
     "take_trainer_consumer",

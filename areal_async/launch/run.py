@@ -9,18 +9,9 @@ from typing import Any
 import anyio
 
 import areal_async
-from areal_async.bus import (
-    Bus,
-    EmbeddedBroker,
-    Role,
-    credentials_for,
-    declare,
-    delete_run,
-    forget_nodes,
-    list_runs,
-    open_bus,
-)
+from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, open_bus
 from areal_async.bus.inspection import after_others
+from areal_async.bus.streams import delete_run, forget_nodes, list_runs
 from areal_async.config.resumed import EMBEDDED as EMBEDDED
 from areal_async.config.settings import Settings
 from areal_async.errors import BusError, FencedError, PipelineError, UnreachableError, UserError, leaves_of

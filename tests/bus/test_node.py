@@ -14,7 +14,8 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from areal_async.bus import Bus, EmbeddedBroker, Role, forget_nodes, take_trainer_consumer
+from areal_async.bus import Bus, EmbeddedBroker, Role, take_trainer_consumer
+from areal_async.bus.streams import forget_nodes
 from areal_async.config.settings import (
     BusSettings,
     DatasetSettings,

@@ -8,7 +8,8 @@ import nats
 import pytest
 from structlog.testing import capture_logs
 
-from areal_async.bus import Bus, EmbeddedBroker, Role, connect, take_trainer_consumer
+from areal_async.bus import Bus, EmbeddedBroker, Role, take_trainer_consumer
+from areal_async.bus.connection import connect
 from areal_async.bus.permissions import SERVICES_INBOX
 from areal_async.bus.private import ensure_key, write_private
 from areal_async.bus.streams import all_streams

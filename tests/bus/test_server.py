@@ -17,8 +17,9 @@ from typing import Any
 import anyio
 import pytest
 
-from areal_async.bus import Bus, EmbeddedBroker, Role, connect, declare, open_bus, server
+from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus, server
 from areal_async.bus.broker_config import write_config
+from areal_async.bus.connection import connect
 from areal_async.bus.private import write_private
 from areal_async.bus.server import find_binary
 from areal_async.config.settings import MESSAGE_BYTES, BusSettings, Settings

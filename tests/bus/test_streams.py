@@ -2,8 +2,8 @@
 
 import pytest
 
-from areal_async.bus import EmbeddedBroker, Role, declare, delete_run, list_runs
-from areal_async.bus.streams import all_streams
+from areal_async.bus import EmbeddedBroker, Role, declare
+from areal_async.bus.streams import all_streams, delete_run, list_runs
 from areal_async.config.settings import BusSettings, RolloutSettings, Settings
 from areal_async.errors import UserError
 from tests.brokers import OpenRole

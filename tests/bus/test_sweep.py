@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from areal_async.bus import Bus, Delivery, EmbeddedBroker, Inbox, Role, Sweep
+from areal_async.bus import Bus, Delivery, EmbeddedBroker, Inbox, Role
 from areal_async.bus.connection import ConnectionLostError
-from areal_async.bus.sweep import FEW
+from areal_async.bus.sweep import FEW, Sweep
 from areal_async.config.settings import Settings
 from areal_async.trainer.batch.lineage import Lineage
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, kill, until

@@ -16,11 +16,13 @@ from pathlib import Path
 import anyio
 import pytest
 
-from areal_async.bus import Role, connect, credentials_for, declare, delete_run, open_bus, take_trainer_consumer
+from areal_async.bus import Role, credentials_for, declare, open_bus, take_trainer_consumer
 from areal_async.bus.__main__ import main
 from areal_async.bus.accounts import accounts
+from areal_async.bus.connection import connect
 from areal_async.bus.private import ensure_key
 from areal_async.bus.server import find_binary
+from areal_async.bus.streams import delete_run
 from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.doctor import examine
 from areal_async.errors import BusError, UserError

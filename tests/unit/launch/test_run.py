@@ -11,7 +11,8 @@ from typing import Any
 import anyio
 import pytest
 
-from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, list_runs, open_bus
+from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, open_bus
+from areal_async.bus.streams import list_runs
 from areal_async.config.live import settings_now
 from areal_async.config.settings import DatasetSettings, Settings, TaskSettings
 from areal_async.errors import FencedError, PipelineError, UserError
