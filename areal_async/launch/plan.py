@@ -15,8 +15,6 @@ from areal_async.process.host import LOOPBACK, free_port
 
 FIRST_NODE = "0"
 """The node that the launcher starts."""
-ROLE_MAX_RESTARTS = 5
-ROLE_RESTART_WINDOW_S = 600.0
 TRAINER_STOP_S = 600.0
 """To finish a step and checkpoint."""
 NODE_STOP_S = 60.0
@@ -74,8 +72,6 @@ def plan_groups(
         ProcessGroup(
             name="controller",
             make_specs=lambda: [role_spec(directory, "controller", "controller", num_threads=1, gpus=())],
-            max_restarts=ROLE_MAX_RESTARTS,
-            restart_window_s=ROLE_RESTART_WINDOW_S,
             work_done=work_done,
             stop_deadline_s=CONTROLLER_STOP_S,
             ends_run=True,
@@ -99,8 +95,6 @@ def node_group(
     return ProcessGroup(
         name=name,
         make_specs=lambda: [spec],
-        max_restarts=ROLE_MAX_RESTARTS,
-        restart_window_s=ROLE_RESTART_WINDOW_S,
         work_done=work_done,
         stop_deadline_s=NODE_STOP_S,
         excuse=excuse_for(directory.path, node_id),

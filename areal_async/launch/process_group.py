@@ -33,11 +33,7 @@ class Death:
 
 
 async def run_together(
-    specs: Sequence[ProcessSpec],
-    backend: Backend,
-    *,
-    on_start: Callable[[Process], None],
-    farewell_s: float = FAREWELL_S,
+    specs: Sequence[ProcessSpec], backend: Backend, *, on_start: Callable[[Process], None]
 ) -> Death | None:
     """Run processes until all have ended; return the death that explains the others, ``None`` when all exited 0.
 
@@ -62,7 +58,7 @@ async def run_together(
             return
         deaths.append(Death(process.spec.name, status, process.last_sentence()))
         if len(deaths) == 1:
-            with anyio.move_on_after(farewell_s):
+            with anyio.move_on_after(FAREWELL_S):
                 await all_ended.wait()
             for other in processes:
                 other.kill()

@@ -23,11 +23,12 @@ import structlog
 
 from areal_async.errors import PipelineError, UserError
 from areal_async.launch.backend import Backend, Process, ProcessSpec
-from areal_async.launch.process_group import FAREWELL_S, Death, end_all, run_together
+from areal_async.launch.process_group import Death, end_all, run_together
 from areal_async.protocol.events import now
 from areal_async.protocol.run_state import CrewState
 
 FIRST_PAUSE_S = 0.5
+"""Before the first restart; twice as many before each further one."""
 LONGEST_PAUSE_S = 15.0
 MAX_EXCUSED = 100
 """Deaths with an excuse, without any lasting work between them, after which the next ones count."""
@@ -59,11 +60,11 @@ class ProcessGroup:
     name: str
     make_specs: Callable[[], Sequence[ProcessSpec]]
     """Called for each start: some of a specification (a port) holds for one start alone."""
-    max_restarts: int
-    restart_window_s: float | None
-    """Deaths longer ago than this are forgotten; ``None`` forgets none for its age."""
     stop_deadline_s: float
     """How long it may take to end itself when asked to."""
+    max_restarts: int = 5
+    restart_window_s: float | None = 600.0
+    """Deaths longer ago than this are forgotten; ``None`` forgets none for its age."""
     work_done: Callable[[], int] | None = None
     """Asked at each death for the amount of lasting work; when it has grown, the deaths before are forgotten."""
     excuse: Callable[[Death], str | None] | None = None
@@ -72,10 +73,6 @@ class ProcessGroup:
     """Exiting 0 finishes the run; the others are then stopped."""
     may_finish: bool = False
     """Exiting 0 is no death: its work is done."""
-    first_pause_s: float = FIRST_PAUSE_S
-    """Seconds before the first restart; twice as many before each further one."""
-    farewell_s: float = FAREWELL_S
-    """Seconds in which, after one process has died, the others may still say why."""
 
 
 @dataclass(slots=True)
@@ -232,12 +229,10 @@ class RunSupervisor:
                 break
             if death is None and (group.ends_run or group.may_finish):
                 self._note_change(member, "finished")
-            if death is None and group.ends_run:
-                self._notify(f"{group.name} has finished the run")
-                await self._stop_others(member)
-                self._finish(RunEnd.FINISHED)
-                break
-            if death is None and group.may_finish:
+                if group.ends_run:
+                    self._notify(f"{group.name} has finished the run")
+                    await self._stop_others(member)
+                    self._finish(RunEnd.FINISHED)
                 break
             await self._judge(member, death or Death(group.name, 0, "nobody asked it to end"))
         if self._stopping.is_set():
@@ -264,7 +259,7 @@ class RunSupervisor:
                 f"{group.name}: died {len(member.deaths)} times{window}{progress}, need at most {group.max_restarts}; "
                 f"last, {death}; see {self._output_of(member, death)}"
             )
-        pause_s = min(LONGEST_PAUSE_S, group.first_pause_s * 2 ** (len(member.deaths) - 1))
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (len(member.deaths) - 1))
         self._notify(f"{death}; starting {group.name} again (restart {len(member.deaths)} of {group.max_restarts})")
         with anyio.move_on_after(pause_s):
             await self._stopping.wait()
@@ -273,10 +268,7 @@ class RunSupervisor:
         member.processes = []
         member.num_starts += 1
         self._note_change(member, "running", member.last_death)
-        group = member.group
-        return await run_together(
-            group.make_specs(), self._backend, on_start=member.on_start, farewell_s=group.farewell_s
-        )
+        return await run_together(member.group.make_specs(), self._backend, on_start=member.on_start)
 
     def _note_change(self, member: _Member, state: str, reason: str = "") -> None:
         if state == "died":

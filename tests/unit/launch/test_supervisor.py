@@ -56,7 +56,6 @@ class _Stage:
         self.groups: list[ProcessGroup] = []
         self.told: list[str] = []
         self.failure: str | None = None
-        self.first_pause_s = 0.01
         self.backend = _WatchedBackend()
         self.supervisors: list[RunSupervisor] = []
 
@@ -88,14 +87,11 @@ class _Stage:
                 name=name,
                 make_specs=make_specs,
                 max_restarts=max_restarts,
-                restart_window_s=600.0,
                 work_done=work_done,
                 excuse=excuse,
                 stop_deadline_s=stop_deadline_s,
                 ends_run=ends_run,
                 may_finish=may_finish,
-                first_pause_s=self.first_pause_s,
-                farewell_s=0.5,
             )
         )
 
@@ -163,7 +159,9 @@ async def _send_signals(steps: Sequence[tuple[Callable[[], bool], signal.Signals
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> _Stage:
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Stage:
+    monkeypatch.setattr("areal_async.launch.supervisor.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("areal_async.launch.process_group.FAREWELL_S", 0.5)
     return _Stage(tmp_path)
 
 
@@ -384,8 +382,10 @@ async def test_second_signal_kills_everything_now(stage: _Stage) -> None:
     await _assert_all_ended(stage)
 
 
-async def test_stop_ends_the_pause_before_a_restart_and_nothing_is_started_again(stage: _Stage) -> None:
-    stage.first_pause_s = 3600
+async def test_stop_ends_the_pause_before_a_restart_and_nothing_is_started_again(
+    stage: _Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.launch.supervisor.FIRST_PAUSE_S", 3600)
     stage.add("node", "raise SystemExit(1)", stop_deadline_s=5)
     stage.add("controller", SERVE, ends_run=True)
 
