@@ -203,7 +203,7 @@ class Controller:
         """Admit whenever there is a credit, until the last step's cut is journalled."""
         last_step = self._settings.run.steps
         while True:
-            changed = self._progress.changed
+            num_seen = self._progress.changed.num_rings
             control, order = self._steering.control, self._order
             paused = f"resume: {control.by or 'an operator'} has paused the run" if control.is_paused else ""
             unmade = "" if self.evaluation.is_first_done else "the first evaluation"
@@ -214,7 +214,7 @@ class Controller:
             )
             if admission is None or self.waits_for:
                 with self.evaluation.waiting(wait_graph.ADMISSION):
-                    await changed.wait()
+                    await self._progress.changed.wait(num_seen)
             else:
                 await self._admit(admission)
 

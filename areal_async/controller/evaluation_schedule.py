@@ -59,7 +59,7 @@ class EvaluationSchedule:
         """
         last_step, evaluated = self.settings.run.steps, -1
         while True:
-            changed, held, newest = self._progress.changed, self._accounts.held, self.newest
+            num_seen, held, newest = self._progress.changed.num_rings, self._accounts.held, self.newest
             if held is not None and newest is not None and not (newest.final and held < Version.parse(newest.version)):
                 due = newest_due_step(held.step, every_steps=self.settings.eval.every_steps, last_step=last_step)
                 if due > evaluated:
@@ -77,7 +77,7 @@ class EvaluationSchedule:
                 if has_ended(self._accounts, newest, last_step=last_step):
                     return
             with self.waiting(wait_graph.CONTROLLER):
-                await changed.wait()
+                await self._progress.changed.wait(num_seen)
 
     async def _evaluate(self, evaluator: Evaluator, held: Version, *, due_step: int) -> None:
         with wait_graph.on(wait_graph.evaluation(str(held)), waiter=wait_graph.CONTROLLER):

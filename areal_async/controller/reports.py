@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import anyio
 import msgspec
 
+from areal_async.process.bell import Bell
 from areal_async.telemetry import wait_graph
 from areal_async.telemetry.reports import servers_in, waits_in
 from areal_async.telemetry.wait_graph import ENDED, WaitReport
@@ -47,8 +47,8 @@ class RunProgress:
     def __init__(self) -> None:
         self.clock_s = self._moved_s = time.monotonic()
         """The time now, as an ``AwakeClock`` told last."""
-        self.changed = anyio.Event()
-        """Set at the next progress that is announced; another one takes its place then."""
+        self.changed = Bell()
+        """Rings at each progress that is announced."""
 
     @property
     def quiet_s(self) -> float:
@@ -62,8 +62,7 @@ class RunProgress:
     def announce(self) -> None:
         """Take in progress, and wake all who wait for it."""
         self.note()
-        self.changed.set()
-        self.changed = anyio.Event()
+        self.changed.ring()
 
 
 @dataclass(kw_only=True)

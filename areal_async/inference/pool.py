@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from areal_async.errors import GenerationError
+from areal_async.process.bell import Bell
 from areal_async.telemetry import wait_graph
 
 MIN_ROOM_TOKENS = 7
@@ -91,7 +92,7 @@ class ServerPool:
         self.servers = {server_id: ServerHandle(server_id) for server_id in server_ids}
         self._deadline_s = deadline_s
         self._num_tokens_of_gone = 0
-        self._changed = anyio.Event()
+        self._changed = Bell()
         self._waiters: dict[_Waiter, None] = {}
 
     @property
@@ -236,6 +237,5 @@ class ServerPool:
             waiter.called.set()
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+        self._changed.ring()
         self._call_waiters()

@@ -24,6 +24,7 @@ from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.servers import HEALTH_DEADLINE_S
 from areal_async.inference.swap import Staging, SwapTimes, abandon, check_version, swap, swap_by_broadcast
 from areal_async.inference.verify import Verifier
+from areal_async.process.bell import Bell
 from areal_async.protocol.types import ADAPTER, UpdateGroup, Version, WeightsVersion
 from areal_async.telemetry import spans, wait_graph
 
@@ -43,19 +44,14 @@ class Target:
         self.newest: WeightsVersion | None = None
         self.on_disk: WeightsVersion | None = None
         """The newest that has a path: what a server is restored from."""
-        self._changed = anyio.Event()
+        self.changed = Bell()
 
     def announce(self, version: WeightsVersion) -> None:
         """Have every server change to ``version``."""
         self.newest = version
         if version.path:
             self.on_disk = version
-        self._changed.set()
-        self._changed = anyio.Event()
-
-    async def wait_changed(self) -> None:
-        """Wait for the next announcement."""
-        await self._changed.wait()
+        self.changed.ring()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +104,7 @@ class Updater:
         while True:
             order = self._next()
             if order is None:
-                await self._around.target.wait_changed()
+                await self._around.target.changed.wait()
                 continue
             if order.kind == ADAPTER and not self._around.takes_adapters:
                 raise UserError(

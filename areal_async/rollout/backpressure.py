@@ -6,6 +6,7 @@ import anyio
 import structlog
 
 from areal_async.errors import StreamFullError
+from areal_async.process.bell import Bell
 from areal_async.process.failpoints import failpoint
 from areal_async.telemetry import wait_graph
 
@@ -24,7 +25,7 @@ class Backpressure:
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
-        self._changed = anyio.Event()
+        self._changed = Bell()
         self.encoding = anyio.Lock(fast_acquire=True)
         """One message is made at a time, and the loop gets a turn before the next. A batch of groups that end together
         would hold it for as long as all of theirs take, and the broker would have nothing to do meanwhile."""
@@ -65,8 +66,7 @@ class Backpressure:
     def _end(self, number: int) -> None:
         """It waits no longer."""
         self._numbers.remove(number)
-        self._changed.set()
-        self._changed = anyio.Event()
+        self._changed.ring()
         if self.num_waiting == 0:
             log.info("stream.has_room")
 

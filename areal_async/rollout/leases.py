@@ -10,6 +10,7 @@ from areal_async.bus import Delivery
 from areal_async.config.live import settings_now
 from areal_async.config.settings import Settings
 from areal_async.inference.pool import ServerPool
+from areal_async.process.bell import Bell
 from areal_async.protocol.run_state import Changes
 from areal_async.protocol.subjects import CHANGES
 from areal_async.protocol.types import EvalTicket, Ticket
@@ -105,7 +106,7 @@ class Leases:
     ) -> None:
         """Lease up to ``capacity``, which may change; ``take`` says what to do with each ticket that is one."""
         num_running = 0
-        finished = anyio.Event()
+        finished = Bell()
 
         async def run_one(handler: Handler, delivery: Delivery) -> None:
             nonlocal num_running
@@ -113,14 +114,13 @@ class Leases:
                 await handler(delivery)
             finally:
                 num_running -= 1
-                finished.set()
+                finished.ring()
 
         async def lease() -> None:
-            nonlocal finished, num_running
+            nonlocal num_running
             while True:
                 await self._wait_serviceable()
                 while num_running >= capacity():
-                    finished = anyio.Event()
                     with wait_graph.on(wait_graph.room(self._node.node_id), waiter=self._name):
                         await finished.wait()
                 deliveries = await inbox.fetch(min(MAX_LEASES_PER_FETCH, capacity() - num_running), wait_s=FETCH_WAIT_S)

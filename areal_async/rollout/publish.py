@@ -15,6 +15,7 @@ import anyio.lowlevel
 import msgspec
 
 from areal_async.config.settings import MESSAGE_BYTES
+from areal_async.process.bell import Bell
 from areal_async.protocol.publish_log import STAMP_HEADER, ProducerSequence, PublishLog, encode_stamp
 from areal_async.protocol.subjects import Names
 from areal_async.protocol.types import Slot, Ticket, Trajectory
@@ -80,13 +81,13 @@ class Outbox:
         self._publish_log = publish_log
         self._max_bytes = max_bytes
         self._ready: list[Trajectory] = []
-        self._changed = anyio.Event()
+        self._changed = Bell()
         self._in_flight: _Frozen | None = None
 
     def put(self, trajectory: Trajectory) -> None:
         """Hand over a finished slot."""
         self._ready.append(trajectory)
-        self._changed.set()
+        self._changed.ring()
 
     async def run(self) -> None:
         """Return when every expected slot is stored.
@@ -110,7 +111,6 @@ class Outbox:
 
     async def _wait_ready(self, num_slots: int) -> None:
         while len(self._ready) < num_slots:
-            self._changed = anyio.Event()
             await self._changed.wait()
 
     async def _send_ready(self) -> None:

@@ -17,6 +17,7 @@ from areal_async.launch.run_directory import RunDirectory
 from areal_async.monitor.liveness import BeatsSeen, locked
 from areal_async.monitor.snapshot import NUM_READ, event_in, read_snapshot
 from areal_async.monitor.top.view import TopView
+from areal_async.process.bell import Bell
 from areal_async.process.json_lines import JsonLines
 
 REFRESH_S = 0.7
@@ -45,7 +46,7 @@ class TopFeed:
         self._view = view
         self._steps = JsonLines(settings.run_directory / "metrics.jsonl")
         self._answers: dict[tuple[str, str], Report] = {}
-        self._heard = anyio.Event()
+        self._heard = Bell()
 
     async def run(self, on_news: Callable[[], None]) -> None:
         """Feed the view until cancelled or until the run's broker is at another address; say so at each change."""
@@ -90,13 +91,12 @@ class TopFeed:
         await ask()
         with anyio.move_on_after(ANSWER_S):
             while not self._view.reports or not self._view.reports.keys() <= self._answers.keys():
-                self._heard = anyio.Event()
                 await self._heard.wait()
         return self._view.take_reports(self._answers, now_s=time.monotonic())
 
     def _on_report(self, role: tuple[str, str], report: Report) -> None:
         self._answers[role] = report
-        self._heard.set()
+        self._heard.ring()
 
     async def _run_events(self, on_news: Callable[[], None]) -> None:
         """Take in what has happened lately, and what happens.

@@ -21,6 +21,7 @@ from areal_async.bus import Bus, Delivery, Message
 from areal_async.config.live import settings_now
 from areal_async.config.settings import Settings
 from areal_async.errors import StreamFullError, WireError
+from areal_async.process.bell import Bell
 from areal_async.process.failpoints import failpoint
 from areal_async.protocol.events import GroupDead
 from areal_async.protocol.journal import Journal
@@ -53,7 +54,7 @@ class BatchFeed:
         self._sweep = bus.sweep(bus.names.trajectories_stream, is_newest=lineage.is_newest)
         self._limits = TrainingLimits(settings)
         self._caught_up = {"inbox": anyio.Event(), "tickets": anyio.Event()}
-        self._changed = anyio.Event()
+        self._changed = Bell()
         self.waits_for = "the first trajectories"
 
     # what the trainer asks for
@@ -75,8 +76,7 @@ class BatchFeed:
 
     def notify(self) -> None:
         """Have the planner asked again: something has changed."""
-        self._changed.set()
-        self._changed = anyio.Event()
+        self._changed.ring()
 
     async def give_up_cuts(self, *, after_step: int, why: str) -> None:
         """Give up the inherited cuts beyond ``after_step``: the first of them cannot be replayed, for this reason.
@@ -153,7 +153,7 @@ class BatchFeed:
         planner.step = first_step
         with wait_graph.PollingWaits() as waiting:
             while not planner.has_ended:
-                changed = self._changed
+                num_seen = self._changed.num_rings
                 if self._room is not StreamRoom.AMPLE:
                     await self.make_room()
                 match planner.decide(now=time.monotonic(), room=self._room):
@@ -174,7 +174,7 @@ class BatchFeed:
                         self.waits_for = what_for
                         waiting.replace(wait_graph.cut(planner.step), on or (wait_graph.TRAINER,))
                         with anyio.move_on_after(DECISION_POLL_S):
-                            await changed.wait()
+                            await self._changed.wait(num_seen)
         self.waits_for = "nothing: the last cut is written"
 
     # inside

@@ -9,6 +9,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
 from areal_async.bus import Bus
+from areal_async.process.bell import Bell
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Cut, CutKind
 from areal_async.trainer.batch.lineage import read_entry
@@ -23,7 +24,7 @@ class JournalReader:
         self._bus = bus
         self._lineage = lineage
         self._sequence = 0
-        self._changed = anyio.Event()
+        self._changed = Bell()
         self.journal = Journal(own_lineage=lineage, own_step=restored_step)
 
     async def run(self) -> None:
@@ -32,8 +33,7 @@ class JournalReader:
         async for message in self._bus.follow(names.outcomes_stream, names.log):
             await read_entry(self._bus, message, self.journal)
             self._sequence = message.sequence
-            self._changed.set()
-            self._changed = anyio.Event()
+            self._changed.ring()
 
     async def read_through(self, sequence: int) -> None:
         """Wait until the log is read up to ``sequence``."""
