@@ -374,7 +374,7 @@ class Course:
 
 
 def _age(cut: Cut, version: Version) -> int:
-    return age_at(step=cut.step, version=version, lineage=cut.lineage)
+    return age_at(step=cut.step, version=version, lineage=cut.lineage, branches={})
 
 
 def _kind(error: WireError) -> str:

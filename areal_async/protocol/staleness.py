@@ -12,7 +12,7 @@ UNKNOWN_AGE = 1 << 30
 """Age of a token of unknown version: over any bound."""
 
 
-def age_at(*, step: int, version: Version, lineage: int, branches: Mapping[int, int] | None = None) -> int:
+def age_at(*, step: int, version: Version, lineage: int, branches: Mapping[int, int]) -> int:
     """Return the age, in versions, that a token of ``version`` has in ``step`` of ``lineage``.
 
     A step whose cut was replayed stands in for the lost one, so age is counted by step number. Where a
@@ -27,7 +27,6 @@ def age_at(*, step: int, version: Version, lineage: int, branches: Mapping[int, 
     """
     if version.lineage > lineage:
         raise ValueError(f"age: got version {version} of a newer lineage, need at most lineage {lineage}")
-    branches = branches or {}
     shared = [branches[mid] for mid in range(version.lineage + 1, lineage + 1) if mid in branches]
     ancestor = min(shared, default=version.step)
     if version.step <= ancestor:
@@ -35,15 +34,12 @@ def age_at(*, step: int, version: Version, lineage: int, branches: Mapping[int, 
     return (step - 1 - ancestor) + (version.step - ancestor)
 
 
-def oldest_age_at(
-    *, step: int, first: Version, last: Version, lineage: int, branches: Mapping[int, int] | None = None
-) -> int:
+def oldest_age_at(*, step: int, first: Version, last: Version, lineage: int, branches: Mapping[int, int]) -> int:
     """Return the greatest age that a token sampled between two versions can have in ``step`` of ``lineage``.
 
     Ages fall from version to version, until a branch: beyond the shared steps they rise. Whatever was sampled over a
     change of lineage may hold tokens further beyond them than either end tells: its age is ``UNKNOWN_AGE``.
     """
-    branches = branches or {}
     if first.lineage < last.lineage and any(mid > first.lineage for mid in branches):
         return UNKNOWN_AGE
     return max(age_at(step=step, version=one, lineage=lineage, branches=branches) for one in {first, last})
