@@ -25,7 +25,7 @@ from areal_async.cli.run import load_run_settings
 from areal_async.cli.trials import TemporaryFolder, opened_trial
 from areal_async.cli.try_ import MAX_ATTEMPTS, SPARE_STREAMS, check, choose_trial_config, task_of
 from areal_async.config.metrics import TO_FILES
-from areal_async.config.settings import DatasetSettings, Settings, TaskSettings
+from areal_async.config.settings import HeldOut, Settings, TaskSettings
 from areal_async.config.sources import load_settings
 from areal_async.controller.accuracy import measure, most_frequent
 from areal_async.data.rows import load_rows
@@ -124,19 +124,14 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise UserError("--model: got --server as well, whose model is its own; set --model.path to its tokenizer's")
 
 
-def held_out_of(
-    settings: Settings, *, task: TaskSettings | None = None, limit: int | None = None
-) -> list[tuple[TaskSettings, DatasetSettings, int]]:
+def held_out_of(settings: Settings, *, task: TaskSettings | None = None, limit: int | None = None) -> list[HeldOut]:
     """Return the tasks to evaluate, or that one alone, each with its held-out rows and how many of them are taken.
 
     Raises:
         UserError: there are none.
     """
-    found = [
-        (one, dataset, limit or rows)
-        for one, dataset, rows in settings.held_out
-        if task is None or one.name == task.name
-    ]
+    wanted = [one for one in settings.held_out if task is None or one[0].name == task.name]
+    found = [(one, dataset, limit or rows) for one, dataset, rows in wanted]
     if not found:
         raise UserError("eval.dataset: got none, need held-out rows; give --eval.dataset.path")
     return found
@@ -211,12 +206,7 @@ def _model_of(directory: RunDirectory, settings: Settings, wanted: str, folder: 
 
 
 def _evaluate(
-    settings: Settings,
-    tasks: Sequence[tuple[TaskSettings, DatasetSettings, int]],
-    *,
-    urls: Sequence[str],
-    logs: Path,
-    traced_in: Path,
+    settings: Settings, tasks: Sequence[HeldOut], *, urls: Sequence[str], logs: Path, traced_in: Path
 ) -> list[Result]:
     """Evaluate one task after the other; ``traced_in`` is where traces are written that go to files."""
     log.configure("eval", logs)
@@ -225,7 +215,7 @@ def _evaluate(
         check_dataset(dataset, "eval.dataset")
 
     async def run() -> list[Result]:
-        return [await _run(settings, *one, urls=urls, logs=logs) for one in tasks]
+        return [await _run(settings, one, urls=urls, logs=logs) for one in tasks]
 
     with recording(settings, traced_in, role="eval"):
         return anyio.run(run, backend_options={"use_uvloop": True})
@@ -239,9 +229,8 @@ def _without_files(settings: Settings) -> Settings:
     return settings.model_copy(update={"metrics": settings.metrics.model_copy(update={"traces": None})})
 
 
-async def _run(
-    settings: Settings, task: TaskSettings, dataset: DatasetSettings, limit: int, *, urls: Sequence[str], logs: Path
-) -> Result:
+async def _run(settings: Settings, held_out: HeldOut, *, urls: Sequence[str], logs: Path) -> Result:
+    task, dataset, limit = held_out
     rows: Any = await anyio.to_thread.run_sync(lambda: load_rows(dataset, shows_progress=False))
     prompts = [Prompt(epoch=0, index=index, row=rows[index]) for index in range(min(limit, len(rows)))]
     num_samples = settings.eval.samples

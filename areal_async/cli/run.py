@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -63,9 +64,8 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         say(notice)
     check(settings)
     backend = BACKENDS[settings.launch.backend]()
-    plan_groups(
-        settings, directory, gpus=gpus, hosts=backend.hosts
-    )  # refuses what this host cannot hold, before anything is removed
+    # Refuses what this host cannot hold, before anything is removed.
+    plan_groups(settings, directory, gpus=gpus, hosts=backend.hosts)
     check_hosts(settings, backend)
     with ExitStack() as stack:
         anyio.run(functools.partial(hold, stack, directory, settings.run.name, is_visit=False))
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         if is_first:
             directory.write_settings(settings)  # of an earlier start: when its record has allowed for the new ones
         log.configure("launcher", directory.logs)
-        return _run_locked(settings, directory, backend, start=chosen.start, first=first, is_plain=arguments.no_display)
+        return _run_locked(replace(chosen, settings=settings), backend, first, is_plain=arguments.no_display)
 
 
 def choose(arguments: argparse.Namespace, overrides: Sequence[str], *, has_gpu: bool) -> Chosen:
@@ -118,37 +118,20 @@ def choose(arguments: argparse.Namespace, overrides: Sequence[str], *, has_gpu: 
     )
 
 
-def _run_locked(
-    settings: Settings,
-    directory: RunDirectory,
-    backend: Backend,
-    *,
-    start: Start,
-    first: FirstStart | None,
-    is_plain: bool,
-) -> int:
-    view = RunView(settings)
-    display = choose_display(view, is_plain=is_plain)
-
-    boards = BoardWriter(settings)
+def _run_locked(chosen: Chosen, backend: Backend, first: FirstStart | None, *, is_plain: bool) -> int:
+    settings, directory = chosen.settings, chosen.directory
+    display, boards = choose_display(RunView(settings), is_plain=is_plain), BoardWriter(settings)
 
     async def watch(bus: Bus) -> None:
         async with anyio.create_task_group() as watching:
             watching.start_soon(boards.run)
             await display.watch(bus)
 
-    async def run_to_end() -> RunEnd:
-        return await launch(
-            settings,
-            directory,
-            backend=backend,
-            start=start,
-            notify=display.notify,
-            watch=watch,
-            first=first,
-        )
-
     name = settings.run.name
+    start, notify = chosen.start, display.notify
+    run_to_end = functools.partial(
+        launch, settings, directory, backend=backend, start=start, notify=notify, watch=watch, first=first
+    )
     try:
         end = anyio.run(run_to_end, backend_options={"use_uvloop": True})
     except (PipelineError, OSError, ExceptionGroup) as exc:
@@ -183,9 +166,8 @@ def want_of_room(raised: Exception, name: str, path: Path) -> PipelineError | No
     """Return what to say of a run that failed on a full disk, whatever failed first; None where there is room."""
     free_bytes = shutil.disk_usage(path).free
     leaves = leaves_of(raised)
-    if free_bytes >= ROOM_BYTES or not all(isinstance(leaf, PipelineError | OSError) for leaf in leaves):
-        return None
-    if any(isinstance(leaf, UserError) for leaf in leaves):
+    is_known = any(isinstance(leaf, UserError) or not isinstance(leaf, PipelineError | OSError) for leaf in leaves)
+    if free_bytes >= ROOM_BYTES or is_known:
         return None
     return PipelineError(
         f"run {name}: no space left on the disk of {path}: got {free_bytes / 1e6:.0f} MB free, need "

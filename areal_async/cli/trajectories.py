@@ -55,9 +55,9 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.show is not None:
         show(directory, arguments.show, with_tokens=arguments.tokens, is_json=arguments.json)
         return 0
-    if arguments.export is not None and Path(arguments.export).suffix not in SUFFIXES:
-        raise UserError(f"--export: got {arguments.export}, need a name that ends in {', '.join(SUFFIXES)}")
     if arguments.export is not None:
+        if Path(arguments.export).suffix not in SUFFIXES:
+            raise UserError(f"--export: got {arguments.export}, need a name that ends in {', '.join(SUFFIXES)}")
         check_place("--export", Path(arguments.export))
     if arguments.limit is not None and arguments.limit < 0:
         raise UserError(f"--limit: got {arguments.limit}, need how many to list; 0 lists all")

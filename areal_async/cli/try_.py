@@ -5,13 +5,13 @@ It is the code of a node that runs. Nothing is left on disk, except a server's l
 
 import argparse
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from areal_async.cli.checks import check_dataset, check_interpreter, check_served, check_template, check_workflow
 from areal_async.cli.run import CONFIGS, choose_config, load_run_settings
@@ -106,12 +106,9 @@ def read_row(text: str) -> dict[str, Any]:
         UserError: no JSON object.
     """
     try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as exc:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
         raise UserError(f'--row: got {text:.100}, need a JSON object like \'{{"question": "..."}}\': {exc}') from exc
-    if not isinstance(row, dict):
-        raise UserError(f'--row: got a {type(row).__name__}, need a JSON object like \'{{"question": "..."}}\'')
-    return row
 
 
 def read_prompts(task: TaskSettings, *, index: int, num_prompts: int) -> list[Prompt]:

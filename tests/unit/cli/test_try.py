@@ -48,7 +48,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["workflows/mine.py", "--index", "-1"], "--index: got -1, need at least 0\n"),
         (["workflows/mine.py", "--n", "64", "--prompts", "65"], "--n times --prompts: got 4160, need at most 4096\n"),
         (["workflows/mine.py", "--row", "{}", "--index", "3"], "--row: got --index or --prompts as well; "),
-        (["workflows/mine.py", "--row", "[1]"], "--row: got a list, need a JSON object "),
+        (["workflows/mine.py", "--row", "[1]"], "--row: got [1], need a JSON object "),
         (["workflows/mine.py", "--row", "{a: 1}"], "--row: got {a: 1}, need a JSON object "),
         (["workflows/mine.py", "--index", "2"], "--index 2 --prompts 1: rows.jsonl has 2 rows, need some of these\n"),
         (["workflows/mine.py", "--tokns"], "unknown option --tokns; did you mean --tokens\n"),
