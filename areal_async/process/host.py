@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import socket
 import subprocess
 import sys
@@ -33,7 +32,8 @@ def visible_gpus(devices: Path = Path("/dev")) -> tuple[str, ...]:
     names = [path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*")]
     if names:
         return tuple(sorted((name for name in names if name.isdecimal()), key=int))
-    return tuple(map(str, range(_count_by_driver())))
+    # Where there are no device files (WSL) the driver tells.
+    return tuple(map(str, range(sum(line.startswith("GPU ") for line in ask_driver("-L").splitlines()))))
 
 
 def check_address(host: str, *, setting: str) -> None:
@@ -90,13 +90,10 @@ def _reserve(port: int) -> bool:
     return True
 
 
-def _count_by_driver() -> int:
-    """Ask the driver where there are no device files (WSL)."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return 0
+def ask_driver(*question: str) -> str:
+    """Return what the driver of the GPUs answers (``nvidia-smi``); nothing where there is none, or it does not."""
+    command = ["nvidia-smi", *question]
     try:
-        answer = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=PROBE_DEADLINE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines()) if answer.returncode == 0 else 0
+        return subprocess.run(command, capture_output=True, text=True, timeout=PROBE_DEADLINE_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -6,7 +6,7 @@ P2: in the surviving lineage, once. Pure.
 from collections import defaultdict
 from collections.abc import Iterator
 
-from areal_async.doctor.audit.reconciliation import OPEN, Reconciliation
+from areal_async.doctor.audit.reconciliation import OPEN, Reconciliation, SlotFate
 from areal_async.doctor.audit.report import Ruling, Violation, rule
 from areal_async.doctor.audit.report import ViolationKind as Kind
 from areal_async.protocol.types import GroupId, OutcomeKind
@@ -18,7 +18,8 @@ def rule_durable(audit: Reconciliation, admitted: list[GroupId]) -> Ruling:
     Args:
         admitted: every group whose ticket was published before the tickets were read.
     """
-    findings = [Kind.LOST.of(uid, fate.reason) for uid, fate in audit.lost().items()]
+    lost = [(uid, fate.reason) for uid, fate in sorted(audit.fates.items()) if fate.kind == SlotFate.LOST]
+    findings = [Kind.LOST.of(uid, reason) for uid, reason in lost]
     findings += _missing_siblings(audit, admitted)
     findings += [Kind.DAMAGED.of(one.version, one.reason) for one in audit.evidence.damaged_checkpoints]
     num_received = len(audit.received)

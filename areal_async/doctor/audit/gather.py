@@ -166,7 +166,6 @@ def _stored_slot(payload: bytes, stored: StoredMessage, slot: Slot, damage: str)
         group_id=stored.group_id,
         sibling=slot.sibling,
         sample_uid=slot.sample_uid,
-        status=slot.status,
         damage=damage,
         token_faults=faults,
     )

@@ -123,10 +123,6 @@ class Reconciliation:
         """Count the trajectories."""
         return dict(Counter(fate.kind for fate in self.fates.values()).most_common())
 
-    def lost(self) -> dict[str, Fate]:
-        """Return the lost trajectories, by sample uid."""
-        return {uid: fate for uid, fate in sorted(self.fates.items()) if fate.kind == SlotFate.LOST}
-
     def unarchived(self) -> list[str]:
         """Say what the archive lacks. A checkpoint waits for it; what was trained since may come yet, or never."""
         missing = [f"the archive of step {step}" for step in sorted(self.ledger.keys() - self.steps.keys())]

@@ -10,7 +10,7 @@ from areal_async.config.settings import CurriculumSettings
 from areal_async.controller.sampler import Sampler, TaskShare, sampler_of
 from areal_async.protocol.fields import GroupIdText, StepText, VersionText
 from areal_async.protocol.publish_log import Produced, ProducerSequence
-from areal_async.protocol.types import Admitted, Cut, GroupId, Outcome, ReplyReward, SlotStatus
+from areal_async.protocol.types import Admitted, Cut, GroupId, Outcome, ReplyReward
 from areal_async.trainer.engine.digests import Damage
 
 
@@ -80,7 +80,6 @@ class StoredSlot:
     group_id: str
     sibling: int
     sample_uid: str
-    status: SlotStatus
     damage: str = ""
     """Reason for which its payload cannot be used; empty for none."""
     token_faults: tuple[str, ...] = ()

@@ -4,15 +4,13 @@ import ctypes
 import os
 import resource
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 
-from areal_async.process.host import visible_gpus
+from areal_async.process.host import ask_driver, visible_gpus
 
-PROBE_DEADLINE_S = 10.0
 CLOCK_UNSYNCHRONISED = 5
 """``adjtimex``'s TIME_ERROR."""
 MEBIBYTE = 1 << 20
@@ -80,15 +78,10 @@ def _memory_bytes() -> int | None:
 def _gpus() -> tuple[Gpu, ...]:
     """Ask the driver for those that are visible."""
     visible = visible_gpus()
-    program = shutil.which("nvidia-smi")
-    if not visible or program is None:
+    if not visible:
         return ()
-    query = ["--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run([program, *query], capture_output=True, text=True, timeout=PROBE_DEADLINE_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(parse_gpus(answer.stdout, visible))
+    query = "--query-gpu=index,uuid,name,memory.total,memory.free"
+    return tuple(parse_gpus(ask_driver(query, "--format=csv,noheader,nounits"), visible))
 
 
 def parse_gpus(answer: str, visible: tuple[str, ...]) -> list[Gpu]:

@@ -71,9 +71,8 @@ def receipt(number: int, group_id: str) -> Receipt:
 
 def stored(group_id: str, sibling: int, *, damage: str = "", sample_uid: str = "") -> StoredSlot:
     return StoredSlot(
-        group_id=group_id, sibling=sibling, sample_uid=sample_uid or uid(group_id, sibling),
-        status=SlotStatus.SCORED, damage=damage,
-    )  # fmt: skip
+        group_id=group_id, sibling=sibling, sample_uid=sample_uid or uid(group_id, sibling), damage=damage
+    )
 
 
 def outcome(group_id: str, kind: OutcomeKind, **fields: Any) -> Outcome:
