@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -84,29 +84,24 @@ class StepLines:
 
 
 def read_report(
-    settings: Settings,
-    run_directory: Path,
-    *,
-    lines: Sequence[Line],
-    decoder: Detokenizer,
-    untrained: Sequence[Entry],
-    now: datetime,
+    settings: Settings, run_directory: Path, *, lines: Sequence[Line], decoder: Detokenizer, untrained: Sequence[Entry]
 ) -> ReportData:
-    """Read all of it.
+    """Read all of it, as of now.
 
     Args:
         lines: those of ``metrics.jsonl``.
         untrained: what the run's broker says of trajectories that were not trained; none where it cannot be asked.
     """
+    written_at = datetime.now(UTC).astimezone()
     newest = sorted(archive_files(run_directory).items())[-AGED_STEPS:]
     archived = []
     for _, paths in newest:
         with suppress(UserError):  # moved away just now by a restored trainer, or damaged: doctor tells
             archived.append(_read_step(tuple(paths)))
-    ages = sum((Counter(step.ages) for step in archived), Counter())
+    ages = sum((counts for _, counts in archived), Counter[int]())
     return ReportData(
         run=settings.run.name,
-        written_at=now,
+        written_at=written_at,
         steps=settings.run.steps,
         lines=lines,
         evaluations=read_json_lines(run_directory / "eval.jsonl"),
@@ -114,7 +109,7 @@ def read_report(
         checkpoints_s={int(one["step"]) - 1: one["time_checkpoint_s"] for one in lines if one.get("time_checkpoint_s")},
         ages=dict(sorted(ages.items())),
         aged_steps=(newest[0][0].step, newest[-1][0].step) if newest else (0, 0),
-        samples=choose_samples([one for step in archived[-SAMPLED_STEPS:] for one in step.recorded], decoder),
+        samples=choose_samples([one for recorded, _ in archived[-SAMPLED_STEPS:] for one in recorded], decoder),
         outcomes=_outcomes(lines, untrained),
         reasons=Counter(entry.error for entry in untrained if entry.error).most_common(12),
         settings=dump_settings(settings),
@@ -122,19 +117,17 @@ def read_report(
     )
 
 
-class _StepLine(NamedTuple):
-    recorded: list[ArchivedTrajectory]
-    ages: dict[int, int]
-
-
 @lru_cache(maxsize=AGED_STEPS)
-def _read_step(paths: tuple[Path, ...]) -> _StepLine:
-    """Read one archived step; once, however often the report of a live run is written: a file never changes."""
+def _read_step(paths: tuple[Path, ...]) -> tuple[list[ArchivedTrajectory], Counter[int]]:
+    """Read one archived step, and count the ages of its tokens.
+
+    Once, however often the report of a live run is written: a file never changes.
+    """
     recorded = read_recorded(paths)
-    return _StepLine(recorded, count_ages(recorded))
+    return recorded, count_ages(recorded)
 
 
-def count_ages(recorded: Sequence[ArchivedTrajectory]) -> dict[int, int]:
+def count_ages(recorded: Sequence[ArchivedTrajectory]) -> Counter[int]:
     """Return how many trained tokens had which age in their step. Pure."""
     counts: Counter[int] = Counter()
     for one in recorded:
@@ -143,7 +136,7 @@ def count_ages(recorded: Sequence[ArchivedTrajectory]) -> dict[int, int]:
             packed, numbers = np.unique(sequence.versions[trained], return_counts=True)
             for version, number in zip(packed.tolist(), numbers.tolist(), strict=True):
                 counts[one.age(Version.unpack(version))] += number
-    return dict(sorted(counts.items()))
+    return counts
 
 
 def choose_samples(recorded: Sequence[ArchivedTrajectory], decoder: Detokenizer) -> list[ReportTrajectory]:
@@ -164,12 +157,10 @@ def choose_samples(recorded: Sequence[ArchivedTrajectory], decoder: Detokenizer)
         fresh = [one for group, one in first_of.items() if group not in groups]
         chosen = (fresh or list(first_of.values()))[:SAMPLES]
         groups |= {one.group_id for one in chosen}
-        samples += [ReportTrajectory(what, entry_of(one), _views(one, decoder)) for one in chosen]
+        for one in chosen:
+            views = [token_views(part, decoder, one.trained_mask(part)) for part in one.trajectory.sequences]
+            samples.append(ReportTrajectory(what, entry_of(one), views))
     return samples
-
-
-def _views(one: ArchivedTrajectory, decoder: Detokenizer) -> list[list[TokenView]]:
-    return [token_views(sequence, decoder, one.trained_mask(sequence)) for sequence in one.trajectory.sequences]
 
 
 def _outcomes(lines: Sequence[Mapping[str, Any]], untrained: Sequence[Entry]) -> list[tuple[str, int]]:

@@ -4,7 +4,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 from areal_async.launch.run_directory import RunDirectory
@@ -40,10 +39,8 @@ def write_report(
     while True:
         now = (untrained.num_changes, *_look(directory.path))
         if now != seen:
-            at = datetime.now(UTC).astimezone()
-            data = read_report(
-                settings, directory.path, lines=steps.read(), decoder=decoder, untrained=untrained.entries, now=at
-            )
+            lines, entries = steps.read(), untrained.entries
+            data = read_report(settings, directory.path, lines=lines, decoder=decoder, untrained=entries)
             with replacing("--html", path) as temporary:
                 temporary.write_text(render(data, refresh_s=REFRESH_S if is_watched else None), encoding="utf-8")
             if seen is None:
@@ -98,10 +95,6 @@ class _Untrained:
 
 def _look(run_directory: Path) -> tuple[int, ...]:
     """Return what changes with every step and evaluation."""
-    found: list[int] = []
-    for name in ("metrics.jsonl", "eval.jsonl"):
-        path = run_directory / name
-        if path.exists():
-            state = path.stat()
-            found += [state.st_ino, state.st_size]
-    return tuple(found)
+    paths = (run_directory / name for name in ("metrics.jsonl", "eval.jsonl"))
+    states = [path.stat() for path in paths if path.exists()]
+    return tuple(number for state in states for number in (state.st_ino, state.st_size))
