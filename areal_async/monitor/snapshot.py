@@ -31,6 +31,8 @@ from areal_async.protocol.types import Record, Version, WeightsVersion
 from areal_async.telemetry.reports import servers_in
 
 R = TypeVar("R", bound=Record)
+Reports = Mapping[tuple[str, str], Report]
+"""What each process says of itself, by role and instance."""
 ANSWER_S = 1.0
 """How long a process may take to answer; then it counts as missing."""
 CONNECT_S = 2.0
@@ -136,7 +138,7 @@ async def ask_status(directory: RunDirectory) -> Status:
 async def read_status(settings: Settings, bus: Bus, *, ask_live: AskLive) -> Status:
     """Ask everybody, and read the books of a run that is over."""
     gather = functools.partial(gather_reports, bus, within_s=ANSWER_S)
-    status = await read_snapshot(settings, bus, gather=gather, ask_live=ask_live)
+    status = await read_snapshot(settings, bus, gather=gather, ask_live=ask_live, num_events=NUM_EVENTS)
     if status.state not in OVER:
         return status
     try:
@@ -150,17 +152,12 @@ async def read_status(settings: Settings, bus: Bus, *, ask_live: AskLive) -> Sta
 
 
 async def read_snapshot(
-    settings: Settings,
-    bus: Bus,
-    *,
-    gather: Callable[[], Awaitable[Mapping[tuple[str, str], Report]]],
-    ask_live: AskLive,
-    num_events: int = NUM_EVENTS,
+    settings: Settings, bus: Bus, *, gather: Callable[[], Awaitable[Reports]], ask_live: AskLive, num_events: int
 ) -> Status:
     """Ask everybody.
 
     Args:
-        gather: returns what each service says of itself, by role and instance.
+        gather: asks each service what it says of itself.
         ask_live: is asked where none answers and nobody has said that the run goes on no more.
         num_events: how many of the newest are read; 0 to ask for none.
     """
@@ -235,7 +232,7 @@ def record_at(records: Mapping[str, Record], key: str, kind: type[R]) -> R | Non
     return found if isinstance(found, kind) else None
 
 
-def newest_step(settings: Settings, reports: Mapping[tuple[str, str], Report]) -> dict[str, Any]:
+def newest_step(settings: Settings, reports: Reports) -> dict[str, Any]:
     """Return the line of the newest step: from the run's file, or, where that is elsewhere, as the trainer tells it."""
     line = read_last_json_line(settings.run_directory / "metrics.jsonl")
     told = reports.get(("trainer", "0"), {}).get("last_step")
@@ -267,12 +264,8 @@ async def read_events(bus: Bus, *, limit: int) -> list[dict[str, Any]]:
         newest = (await bus.stream_state(stream)).last_sequence
     except BusError:
         return []
-    found = []
-    for message in await bus.read_log(stream, bus.names.all_events, start_sequence=newest - NUM_READ):
-        event = event_in(message)
-        if event is not None:
-            found.append(event)
-    return found[-limit:]
+    messages = await bus.read_log(stream, bus.names.all_events, start_sequence=newest - NUM_READ)
+    return [event for event in map(event_in, messages) if event is not None][-limit:]
 
 
 def event_in(message: Message) -> dict[str, Any] | None:
@@ -294,7 +287,7 @@ def broker_of(crew: CrewState, *, is_live: bool) -> Member:
     )
 
 
-def server_of(server: ServerState, reports: Mapping[tuple[str, str], Report]) -> dict[str, Any]:
+def server_of(server: ServerState, reports: Reports) -> dict[str, Any]:
     """Return what is known of an inference server; one whose node is away is so itself, whatever it said last."""
     node = reports.get(("node", server.node_id))
     is_lost, said = node is None, servers_in(node or {}).get(server.server_id, {})
@@ -308,9 +301,7 @@ def server_of(server: ServerState, reports: Mapping[tuple[str, str], Report]) ->
     }
 
 
-def members_of(
-    settings: Settings, reports: Mapping[tuple[str, str], Report], crews: Mapping[str, CrewState]
-) -> list[Member]:
+def members_of(settings: Settings, reports: Reports, crews: Mapping[str, CrewState]) -> list[Member]:
     """Return every process that the settings, the launcher or the process itself say there is. Pure."""
     wanted = {("controller", "0"), *(("trainer", str(rank)) for rank in range(settings.trainer.num_ranks))}
     wanted |= {("node", name.removeprefix("crew.node-")) for name in crews if name.startswith("crew.node-")}
@@ -362,7 +353,7 @@ def _notes(state: str, members: Sequence[Member], servers: Sequence[Mapping[str,
             yield f"server {server['id']} is fenced: {server['reason'] or 'no reason given'}{failure}"
 
 
-def alarm_notes(reports: Mapping[tuple[str, str], Report]) -> list[str]:
+def alarm_notes(reports: Reports) -> list[str]:
     """Return what trainer and controller say to be wrong with learning. Pure."""
     raised = [reports.get((role, "0"), {}).get("alarms") for role in ("trainer", "controller")]
     return [f"alarm: {sentence}" for one in raised if isinstance(one, list) for sentence in one]
