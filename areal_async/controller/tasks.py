@@ -1,19 +1,16 @@
 """The rows of several workflows under one number each."""
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
-
-class RowSource(Protocol):
-    """Rows by position, as a ``datasets.Dataset`` gives them."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
+Rows = Sequence[dict[str, Any]]
+"""Rows by position, as a ``datasets.Dataset`` gives them."""
 
 
 class Tasks:
     """The rows of all tasks, in the order of the settings, and whose they are."""
 
-    def __init__(self, parts: list[tuple[str, RowSource]]) -> None:
+    def __init__(self, parts: list[tuple[str, Rows]]) -> None:
         """``parts``: workflow name and its rows."""
         self._parts = parts
 
@@ -39,7 +36,7 @@ class Tasks:
         """Return the workflow's name alone, without a look at the row."""
         return self._find(index)[0]
 
-    def _find(self, index: int) -> tuple[str, RowSource, int]:
+    def _find(self, index: int) -> tuple[str, Rows, int]:
         offset = index
         for workflow, rows in self._parts:
             if offset < len(rows):
