@@ -45,12 +45,7 @@ class RunSteering:
     """The endpoints of the controller at which operators give orders."""
 
     def __init__(
-        self,
-        bus: Bus,
-        settings: Settings,
-        *,
-        evaluate: Answer,
-        check: Callable[[str], None] = lambda setting: None,
+        self, bus: Bus, settings: Settings, *, evaluate: Answer, check: Callable[[str], None] = lambda setting: None
     ) -> None:
         """``check`` raises ``UserError`` for a setting that cannot change in this very run."""
         self._bus = bus
