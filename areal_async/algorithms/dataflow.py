@@ -106,8 +106,9 @@ class Graph:
             label = f"{call.name}<br/>{call.kind.value}" + (f" {call.role}" if call.role else "")
             lines.append(f'  {call.name}["{label}"]')
         for call in self.calls:
-            for maker, names in _by_maker(call.inputs, makers).items():
-                lines.append(f"  {maker} -- {', '.join(names)} --> {call.name}")
+            for maker in dict.fromkeys(makers[name] for name in call.inputs if name in makers):
+                made = [name for name in call.inputs if makers.get(name) == maker]
+                lines.append(f"  {maker} -- {', '.join(made)} --> {call.name}")
             lines += [f"  {name}_value --> {call.name}" for name in call.inputs if name not in makers]
         for name in self.results:
             lines.append(f"  {makers.get(name, f'{name}_value')} --> {name}_value([{name}])")
@@ -215,11 +216,3 @@ async def execute(
 
 def _renamed(names: tuple[str, ...], old: str, new: str) -> tuple[str, ...]:
     return tuple(new if name == old else name for name in names)
-
-
-def _by_maker(names: Sequence[str], makers: Mapping[str, str]) -> dict[str, list[str]]:
-    made: dict[str, list[str]] = {}
-    for name in names:
-        if name in makers:
-            made.setdefault(makers[name], []).append(name)
-    return made
