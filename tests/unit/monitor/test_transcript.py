@@ -11,9 +11,8 @@ import pytest
 from rich.console import Console
 from rich.segment import Segment
 
-from areal_async.monitor.attempt_json import attempt_json
 from areal_async.monitor.transcript import SAMPLED_BAR, SHADES, Transcript, legend, shade, spans_of
-from areal_async.monitor.trial_output import summary
+from areal_async.monitor.trial_output import attempt_json, summary
 from areal_async.protocol.types import Prompt, Slot, SlotStatus, Trajectory, Turn, VersionSpan
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.stopwatch import Times
