@@ -14,11 +14,10 @@ from rich.text import Text
 from areal_async.monitor.token_text import Detokenizer, visible
 from areal_async.monitor.token_views import TokenKind, TokenView, token_views
 from areal_async.monitor.trajectory_list import Entry
-from areal_async.monitor.transcript import GIVEN, Barred, legend, shade, token_table
+from areal_async.monitor.transcript import MASKED, Barred, legend, style_of, token_table
 from areal_async.protocol.types import Trajectory
 from areal_async.trainer.output.archive_reader import ArchivedTrajectory
 
-MASKED = "dim strike"
 BOUNDARY = "bold blue"
 
 
@@ -27,8 +26,8 @@ def draw(
     trajectory: Trajectory,
     decoder: Detokenizer,
     *,
-    recorded: ArchivedTrajectory | None = None,
-    with_tokens: bool = False,
+    recorded: ArchivedTrajectory | None,
+    with_tokens: bool,
 ) -> RenderableType:
     """Return the whole of one trajectory.
 
@@ -47,7 +46,7 @@ def draw(
         views = token_views(sequence, decoder, recorded.trained_mask(sequence) if recorded is not None else None)
         parts += _blocks(views)
         if with_tokens:
-            parts.append(token_table([view.text for view in views], sequence))
+            parts.append(token_table(views, sequence))
     if entry.error:
         parts.append(Text(visible(entry.error, newline=" "), "bold red"))
     return Group(*parts)
@@ -59,14 +58,8 @@ def _blocks(views: list[TokenView]) -> Iterator[RenderableType]:
         for view in block:
             if view.begins_version:
                 text.append(f"‹{view.version}›", BOUNDARY)
-            text.append(visible(view.text), _style(view))
+            text.append(visible(view.text), style_of(view))
         yield Barred(text, is_sampled=is_sampled)
-
-
-def _style(view: TokenView) -> str:
-    if view.kind is TokenKind.GIVEN:
-        return GIVEN
-    return MASKED if view.kind is TokenKind.MASKED else shade(view.logprob)
 
 
 def _own_legend() -> Text:

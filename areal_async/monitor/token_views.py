@@ -3,7 +3,7 @@
 Shared by the terminal and the report: both draw the same kinds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -44,16 +44,17 @@ class IdDetokenizer:
 
 
 def token_views(
-    sequence: TokenSequence, decoder: Detokenizer, trained: Sequence[bool] | None = None
+    sequence: TokenSequence, decoder: Detokenizer, trained: Sequence[bool] | None = None, breaks: Collection[int] = ()
 ) -> list[TokenView]:
     """Return a view of every token.
 
     Args:
         trained: whether each is in the loss; None where that is not decided yet.
+        breaks: positions at which another begins to speak, besides where sampled tokens and given ones meet.
     """
     sampled = sequence.loss_mask.tolist()
-    breaks = {place for place in range(1, len(sampled)) if sampled[place] != sampled[place - 1]}
-    texts = token_texts(decoder, sequence.token_ids.tolist(), breaks=breaks)
+    meetings = {place for place in range(1, len(sampled)) if sampled[place] != sampled[place - 1]}
+    texts = token_texts(decoder, sequence.token_ids.tolist(), breaks=meetings.union(breaks))
     views: list[TokenView] = []
     before = ""
     for place, text in enumerate(texts):

@@ -15,13 +15,14 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.monitor.token_text import Detokenizer, token_texts, visible
-from areal_async.monitor.token_views import version_text
+from areal_async.monitor.token_text import Detokenizer, visible
+from areal_async.monitor.token_views import TokenKind, TokenView, token_views
 from areal_async.protocol.fields import OWN_INFO
 from areal_async.protocol.types import Sequence, SlotStatus
 from areal_async.rollout.trial import Attempt, TimedTurn
 
 GIVEN = "dim"
+MASKED = "dim strike"
 SAMPLED_BAR, GIVEN_BAR = "┃ ", "  "
 BAR_STYLE = "blue"
 SHADES = ((0.9, "green"), (0.5, "cyan"), (0.1, "yellow"), (0.01, "bold magenta"), (0.0, "bold underline red"))
@@ -51,6 +52,13 @@ def shade_number(logprob: float) -> int:
 def shade(logprob: float) -> str:
     """Return the style of a token that was sampled with this logprob."""
     return SHADES[shade_number(logprob)][1]
+
+
+def style_of(view: TokenView) -> str:
+    """Return how a token looks."""
+    if view.kind is TokenKind.GIVEN:
+        return GIVEN
+    return MASKED if view.kind is TokenKind.MASKED else shade(view.logprob)
 
 
 def legend() -> RenderableType:
@@ -112,29 +120,25 @@ class Transcript:
         for number, sequence in enumerate(attempt.sequences):
             if len(attempt.sequences) > 1:
                 parts.append(Text(f"sequence {number + 1} of {len(attempt.sequences)}", "italic"))
-            spans = spans_of(sequence, attempt.turns, taken=taken)
-            parts += self._conversation(attempt, sequence, spans)
-            if self.with_tokens:
-                parts.append(token_table(self._texts(sequence, spans), sequence))
+            parts += self._conversation(attempt, sequence, taken)
         parts += _failure(attempt)
         return Group(*parts, Text())
 
-    def _conversation(self, attempt: Attempt, sequence: Sequence, spans: list[TextSpan]) -> Iterator[RenderableType]:
-        texts = self._texts(sequence, spans)
+    def _conversation(self, attempt: Attempt, sequence: Sequence, taken: set[int]) -> Iterator[RenderableType]:
+        spans = spans_of(sequence, attempt.turns, taken=taken)
+        views = token_views(sequence, self.decoder, breaks={span.start for span in spans})
         for span in spans:
             if span.turn is not None:
                 yield Text.assemble((SAMPLED_BAR, BAR_STYLE), (_turn_text(attempt.turns, span.turn), "italic"))
             elif (same := self._shown_before(attempt, sequence, span)) is not None:
                 yield Text(f"{GIVEN_BAR}[the same {span.end} tokens as {same}]", f"{GIVEN} italic")
                 continue
-            block = Text()
-            for position in range(span.start, span.end):
-                style = shade(float(sequence.logprobs[position])) if span.is_sampled else GIVEN
-                block.append(visible(texts[position]), style)
-            yield Barred(block, is_sampled=span.is_sampled)
-
-    def _texts(self, sequence: Sequence, spans: list[TextSpan]) -> list[str]:
-        return token_texts(self.decoder, sequence.token_ids.tolist(), breaks={span.start for span in spans})
+            text = Text()
+            for view in views[span.start : span.end]:
+                text.append(visible(view.text), style_of(view))
+            yield Barred(text, is_sampled=span.is_sampled)
+        if self.with_tokens:
+            yield token_table(views, sequence)
 
     def _shown_before(self, attempt: Attempt, sequence: Sequence, span: TextSpan) -> str | None:
         """Say where the beginning of a conversation was shown already."""
@@ -148,7 +152,7 @@ class Transcript:
         return None
 
 
-def token_table(texts: list[str], sequence: Sequence) -> RenderableType:
+def token_table(views: list[TokenView], sequence: Sequence) -> RenderableType:
     """Return a table of every token: its id, text, mask, logprob and version."""
     table = Table(box=None, padding=(0, 1), header_style="bold")
     for name in ("position", "id"):
@@ -156,19 +160,16 @@ def token_table(texts: list[str], sequence: Sequence) -> RenderableType:
     table.add_column("text", overflow="fold")
     for name in ("mask", "logprob", "version"):
         table.add_column(name, justify="right", no_wrap=True)
-    for position, text in enumerate(texts):
-        is_sampled = bool(sequence.loss_mask[position])
-        logprob = float(sequence.logprobs[position])
+    for position, view in enumerate(views):
+        is_sampled = view.kind is not TokenKind.GIVEN
+        text = visible(view.text, newline="↵").replace(" ", "␣") or "(part of the next)"
         table.add_row(
             str(position),
             str(sequence.token_ids[position]),
-            Text(
-                visible(text, newline="↵").replace(" ", "␣") or "(part of the next)",
-                shade(logprob) if is_sampled else GIVEN,
-            ),
+            Text(text, shade(view.logprob) if is_sampled else GIVEN),
             str(int(is_sampled)),
-            f"{logprob:.4f}" if is_sampled else "",
-            version_text(int(sequence.versions[position])) or "",
+            f"{view.logprob:.4f}" if is_sampled else "",
+            view.version,
         )
     return table
 

@@ -16,12 +16,12 @@ from rich.console import Console
 from areal_async.cli.main import main
 from areal_async.config.settings import ModelSettings, RunSettings, Settings
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.monitor.recorded_text import MASKED, draw
+from areal_async.monitor.recorded_text import draw
 from areal_async.monitor.text import json_text
 from areal_async.monitor.token_views import IdDetokenizer, TokenKind, token_views
 from areal_async.monitor.trajectory_export import export
 from areal_async.monitor.trajectory_list import STORED, Entry, Filters, archived, entry_of, select
-from areal_async.monitor.transcript import GIVEN, shade
+from areal_async.monitor.transcript import GIVEN, MASKED, shade
 from areal_async.trainer.output.archive_reader import read_recorded
 from tests.unit.trainer.archives import LENGTH, PROMPT, REWARDS, archive_step, trajectory
 
@@ -200,7 +200,7 @@ def test_a_token_is_given_trained_or_masked_and_marked_where_its_version_changes
     (sequence,) = recorded.trajectory.sequences
 
     views = token_views(sequence, IdDetokenizer(), recorded.trained_mask(sequence))
-    drawn = draw(entry_of(recorded), recorded.trajectory, IdDetokenizer(), recorded=recorded)
+    drawn = draw(entry_of(recorded), recorded.trajectory, IdDetokenizer(), recorded=recorded, with_tokens=False)
 
     assert [view.kind for view in views] == [TokenKind.GIVEN] * 4 + [TokenKind.MASKED] * 4 + [TokenKind.TRAINED] * 4
     assert [place for place, view in enumerate(views) if view.begins_version] == [PROMPT, PROMPT + 4]
