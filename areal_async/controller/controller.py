@@ -80,8 +80,8 @@ class Controller:
             bus, settings, evaluate=self.evaluation.ask, check=lambda setting: self._order.check_change(setting)
         )
         self._liveness = LivenessWatch(
-            bus,
-            settings.run,
+            bus=bus,
+            run=settings.run,
             progress=self._progress,
             may_rest=lambda: self._steering.control.is_paused and not self.evaluation.waits_for,
             detector=detector or FailureDetector(),

@@ -10,7 +10,7 @@ and anybody can tell afterwards what was passed over.
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from hashlib import blake2b
 
 from areal_async.config.settings import CurriculumSettings, Settings
@@ -63,29 +63,22 @@ class PromptChoice:
     """What ``Admitted.known`` becomes."""
 
 
+@dataclass(eq=False)
 class Curriculum:
     """Decides position by position, given what the record says was known."""
 
-    def __init__(
-        self,
-        settings: CurriculumSettings,
-        sampler: Sampler,
-        visits: Visits,
-        *,
-        seed: int,
-        min_stretch: int = MIN_STRETCH,
-    ) -> None:
-        """``visits``: others may go on adding to it."""
-        self._settings = settings
-        self._sampler = sampler
-        self._visits = visits
-        self._seed = seed
-        self._min_stretch = min_stretch
-        self._dull: dict[int, tuple[str, Set[int]]] = {}
-        """Pool -> its stretch that was asked for last, and the rows that teach nothing in it."""
-        self._rates: dict[int, float] = {}
-        self._num_read = 0
-        """Visits that ``_rates`` takes in."""
+    settings: CurriculumSettings
+    sampler: Sampler
+    visits: Visits
+    """Others may go on adding to them."""
+    _: KW_ONLY
+    seed: int
+    min_stretch: int = MIN_STRETCH
+    _dull: dict[int, tuple[str, Set[int]]] = field(default_factory=dict)
+    """Pool -> its stretch that was asked for last, and the rows that teach nothing in it."""
+    _rates: dict[int, float] = field(default_factory=dict)
+    _num_read: int = 0
+    """Visits that ``_rates`` takes in."""
 
     def choose(self, admitted: Admitted, count: int) -> PromptChoice:
         """Return up to ``count`` prompts from where the record stands.
@@ -95,11 +88,11 @@ class Curriculum:
         groups: list[GroupId] = []
         known, position = dict(admitted.known), admitted.num_fresh
         while len(groups) < count and position - admitted.num_fresh < MAX_LOOKED_AT:
-            group = self._sampler.group_at(position, admitted.mixes)
+            group = self.sampler.group_at(position, admitted.mixes)
             number, pool = self._pool_of(group)
             stretch = self._stretch(number, pool, group)
             if stretch and stretch not in known:
-                known[stretch] = len(self._visits)
+                known[stretch] = len(self.visits)
                 break
             if self._admits(group, number, pool, stretch, known):
                 groups.append(group)
@@ -110,7 +103,7 @@ class Curriculum:
         self, num_positions: int, known: Mapping[str, int], mixes: Sequence[Mix] = ()
     ) -> Iterator[GroupId]:
         """Yield the prompts that are admitted at the first positions, as far as ``known`` decides."""
-        for group in self._sampler.first_groups(num_positions, mixes):
+        for group in self.sampler.first_groups(num_positions, mixes):
             number, pool = self._pool_of(group)
             stretch = self._stretch(number, pool, group)
             if stretch and stretch not in known:
@@ -119,11 +112,11 @@ class Curriculum:
                 yield group
 
     def _pool_of(self, group: GroupId) -> tuple[int, RowPool]:
-        return next((number, pool) for number, pool in enumerate(self._sampler.pools) if pool.holds(group.index))
+        return next((number, pool) for number, pool in enumerate(self.sampler.pools) if pool.holds(group.index))
 
     def _stretch(self, number: int, pool: RowPool, group: GroupId) -> str:
         """Name the stretch that a prompt is visited in; the first, of which nothing is known, has no name."""
-        stretch = group.epoch // math.ceil(self._min_stretch / pool.num_rows)
+        stretch = group.epoch // math.ceil(self.min_stretch / pool.num_rows)
         return f"{number}-{stretch}" if stretch else ""
 
     def _admits(self, group: GroupId, number: int, pool: RowPool, stretch: str, known: Mapping[str, int]) -> bool:
@@ -134,21 +127,21 @@ class Curriculum:
         return group.index not in self._dull[number][1] or self._is_kept(group)
 
     def _is_kept(self, group: GroupId) -> bool:
-        digest = blake2b(f"{self._seed}.{group.epoch}.{group.index}".encode(), digest_size=7).digest()
-        return int.from_bytes(digest) < self._settings.keep * 2**56
+        digest = blake2b(f"{self.seed}.{group.epoch}.{group.index}".encode(), digest_size=7).digest()
+        return int.from_bytes(digest) < self.settings.keep * 2**56
 
     def _dull_rows(self, pool: RowPool, num_visits: int) -> Set[int]:
         self._read_visits(num_visits)
-        low, high = self._settings.unsolved, self._settings.solved
+        low, high = self.settings.unsolved, self.settings.solved
         return {index for index, rate in self._rates.items() if pool.holds(index) and not low < rate < high}
 
     def _read_visits(self, num_visits: int) -> None:
         if num_visits < self._num_read:
             self._rates.clear()
             self._num_read = 0
-        weight = self._settings.newest_weight
-        for number in range(self._num_read, min(num_visits, len(self._visits))):
-            index, reward = self._visits[number]
+        weight = self.settings.newest_weight
+        for number in range(self._num_read, min(num_visits, len(self.visits))):
+            index, reward = self.visits[number]
             before = self._rates.get(index, reward)
             self._rates[index] = before + weight * (reward - before)
         self._num_read = num_visits

@@ -5,6 +5,7 @@ A node is judged by its silence (``FailureDetector``), a run by the time since i
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -30,25 +31,17 @@ IDLE = {"node": "runs 0 groups", "trainer": "waiting"}
 log = structlog.get_logger()
 
 
+@dataclass(eq=False, kw_only=True)
 class LivenessWatch:
     """What the roles of one run say of themselves, and what follows where they are silent."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        run: RunSettings,
-        *,
-        progress: RunProgress,
-        may_rest: Callable[[], bool],
-        detector: FailureDetector,
-    ) -> None:
-        """``may_rest`` says whether nothing is to move once what was admitted is done, as in a run that is paused."""
-        self._bus = bus
-        self._run = run
-        self._progress = progress
-        self._may_rest = may_rest
-        self._detector = detector
-        self._reports = Reports()
+    bus: Bus
+    run: RunSettings
+    progress: RunProgress
+    may_rest: Callable[[], bool]
+    """Says whether nothing is to move once what was admitted is done, as in a run that is paused."""
+    detector: FailureDetector
+    reports: Reports = field(default_factory=Reports)
 
     async def run_reports(self) -> None:
         """Remember what the roles say of themselves.
@@ -58,7 +51,7 @@ class LivenessWatch:
         produces:     nothing
         unblocked by: cancellation alone
         """
-        async with self._bus.subscribe(self._bus.names.all_metrics) as messages:
+        async with self.bus.subscribe(self.bus.names.all_metrics) as messages:
             async for subject, data in messages:
                 try:
                     said = decode_json(data, dict[str, Any], what=subject)
@@ -67,11 +60,11 @@ class LivenessWatch:
                     continue
                 role = subject.split(".")[3]
                 if role == "controller":
-                    self._detector.tick(time.monotonic())
+                    self.detector.tick(time.monotonic())
                 elif role == "node" and "node_id" in said:
-                    self._detector.on_report(str(said["node_id"]))
-                if self._reports.take(role, said, now_s=self._progress.clock_s):
-                    self._progress.note()
+                    self.detector.on_report(str(said["node_id"]))
+                if self.reports.take(role, said, now_s=self.progress.clock_s):
+                    self.progress.note()
 
     async def run_stalls(self) -> None:
         """Say, when nothing has moved for ``watchdog_s`` seconds, who waits for whom, and who is the culprit.
@@ -81,16 +74,16 @@ class LivenessWatch:
         produces:     an event
         unblocked by: cancellation alone
         """
-        interval_s = min(MAX_INTERVAL_S, self._run.watchdog_s / 10)
+        interval_s = min(MAX_INTERVAL_S, self.run.watchdog_s / 10)
         clock = AwakeClock(time.monotonic(), interval_s=interval_s)
         while True:
             await anyio.sleep(interval_s)
-            self._progress.clock_s = clock.tick(time.monotonic())
-            if self._may_rest() and self._has_nothing_to_finish:
-                self._progress.note()  # nothing moves because nobody wants it to
-            if self._progress.quiet_s >= self._run.watchdog_s:
-                await self._publish_stall(self._progress.quiet_s)
-                self._progress.note()
+            self.progress.clock_s = clock.tick(time.monotonic())
+            if self.may_rest() and self._has_nothing_to_finish:
+                self.progress.note()  # nothing moves because nobody wants it to
+            if self.progress.quiet_s >= self.run.watchdog_s:
+                await self._publish_stall(self.progress.quiet_s)
+                self.progress.note()
 
     async def disown_gone(self, entries: Mapping[str, tuple[ServerState, int]]) -> None:
         """Fence the servers of nodes that are gone for good: nobody is to wait for what they hold.
@@ -101,19 +94,19 @@ class LivenessWatch:
             entries: the key of each server -> its state and the key's revision.
         """
         for key, (state, revision) in entries.items():
-            self._detector.on_server_state(key, state.node_id, revision)
-        gone = self._detector.gone(state.node_id for state, _ in entries.values() if not state.fenced)
+            self.detector.on_server_state(key, state.node_id, revision)
+        gone = self.detector.gone(state.node_id for state, _ in entries.values() if not state.fenced)
         for key, (state, revision) in entries.items():
             if state.fenced or state.node_id not in gone:
                 continue
-            silent_s = round(self._detector.silent_s(state.node_id))
+            silent_s = round(self.detector.silent_s(state.node_id))
             disowned = msgspec.structs.replace(state, version="", fenced=True, reason=DISOWNED)
             try:
-                self._detector.note_own(key, await self._bus.compare_and_set(key, disowned, revision))
+                self.detector.note_own(key, await self.bus.compare_and_set(key, disowned, revision))
             except ConflictError:
                 continue
             log.warning("server.disowned", server_id=state.server_id, node_id=state.node_id, silent_s=silent_s)
-            await self._bus.publish_event(
+            await self.bus.publish_event(
                 ServerFenced(server_id=state.server_id, reason=f"node not heard for {silent_s} s")
             )
 
@@ -123,14 +116,14 @@ class LivenessWatch:
         # A node that is gone has left its last words behind.
         said = [
             (name.split()[0], heard.state)
-            for name, heard in self._reports.by_name.items()
-            if not name.startswith("node ") or self._progress.clock_s - heard.heard_s <= self._detector.lost_s
+            for name, heard in self.reports.by_name.items()
+            if not name.startswith("node ") or self.progress.clock_s - heard.heard_s <= self.detector.lost_s
         ]
         return all(state.startswith(IDLE.get(role, "")) for role, state in said)
 
     async def _publish_stall(self, quiet_s: float) -> None:
-        silence_s = silence_after(self._run.watchdog_s)
-        verdict = explain(self._reports.by_name, now_s=self._progress.clock_s, silence_s=silence_s)
-        stall = Stall(quiet_s=round(quiet_s), waits_for=self._reports.summary(), **verdict._asdict())
+        silence_s = silence_after(self.run.watchdog_s)
+        verdict = explain(self.reports.by_name, now_s=self.progress.clock_s, silence_s=silence_s)
+        stall = Stall(quiet_s=round(quiet_s), waits_for=self.reports.summary(), **verdict._asdict())
         log.error(stall.kind, sentence=stall.sentence, culprit=stall.culprit, quiet_s=stall.quiet_s, **stall.waits_for)
-        await self._bus.publish_event(stall)
+        await self.bus.publish_event(stall)
