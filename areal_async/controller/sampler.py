@@ -43,16 +43,14 @@ class RowPool(NamedTuple):
 
 
 class Sampler:
-    """Permutations of ``num_rows`` rows under a seed."""
+    """Permutations of ``num_rows`` rows under a seed: one pool, whose turn it always is."""
 
     def __init__(self, num_rows: int, *, seed: int) -> None:
         self.num_rows = num_rows
-        self._seed = seed
-
-    @property
-    def pools(self) -> Sequence[RowPool]:
+        self.pools = [RowPool(0, num_rows)]
         """All rows, in the order of their indices."""
-        return (RowPool(0, self.num_rows),)
+        self._seed = seed
+        self._given = Mix(start=0, weights=[1], counts=[0])
 
     def group_at(self, position: int, mixes: Sequence[Mix] = ()) -> GroupId:
         """Return the first attempt at the prompt that is visited at ``position`` (from 0).
@@ -60,17 +58,38 @@ class Sampler:
         Args:
             mixes: those on record, the first of which must decide about the position or about one before it.
         """
-        epoch, offset = divmod(position, self.num_rows)
-        index = int(_permutation(self.num_rows, (self._seed, epoch))[offset])
-        return GroupId(epoch=epoch, index=index, attempt=0)
+        mix = self.mix_at(position, mixes)
+        task, count = turns_of(mix).at(position - mix.start)
+        return self._visit(task, mix.counts[task] + count)
 
     def is_among_first(self, group: GroupId, num_positions: int, mixes: Sequence[Mix] = ()) -> bool:
         """Say whether the first positions have a prompt's visit in its epoch, without a look at each of them."""
-        return _is_among(group, self.pools[0], (self._seed, group.epoch), num_positions)
+        task = next(task for task, pool in enumerate(self.pools) if pool.holds(group.index))
+        mix = self.mix_at(num_positions, mixes)
+        had = mix.counts[task] + turns_of(mix).counts(num_positions - mix.start)[task]
+        return _is_among(group, self.pools[task], self._seeds(group.epoch, task), had)
 
     def first_groups(self, num_positions: int, mixes: Sequence[Mix] = ()) -> Iterator[GroupId]:
         """Yield what is visited at the first positions; of those that no mix on record decides about, task by task."""
-        return (self.group_at(position) for position in range(num_positions))
+        first = (mixes or [self._given])[0]
+        for task, count in enumerate(first.counts):
+            yield from (self._visit(task, number) for number in range(count))
+        for position in range(first.start, num_positions):
+            yield self.group_at(position, mixes)
+
+    def mix_at(self, position: int, mixes: Sequence[Mix]) -> Mix:
+        """Return the mix that decides about a position."""
+        return next(mix for mix in reversed(mixes or [self._given]) if mix.start <= position)
+
+    def _visit(self, task: int, count: int) -> GroupId:
+        """Return what a task has when it has had its turn ``count`` times before."""
+        pool = self.pools[task]
+        epoch, offset = divmod(count, pool.num_rows)
+        index = pool.first_index + int(_permutation(pool.num_rows, self._seeds(epoch, task))[offset])
+        return GroupId(epoch=epoch, index=index, attempt=0)
+
+    def _seeds(self, epoch: int, task: int) -> tuple[int, ...]:
+        return self._seed, epoch
 
 
 class MixedSampler(Sampler):
@@ -80,34 +99,8 @@ class MixedSampler(Sampler):
         """``shares``: those of a run that has no mix on record."""
         super().__init__(sum(share.num_rows for share in shares), seed=seed)
         firsts = np.cumsum([0, *(share.num_rows for share in shares)]).tolist()
-        self._pools = [RowPool(first, share.num_rows) for first, share in zip(firsts, shares, strict=False)]
+        self.pools = [RowPool(first, share.num_rows) for first, share in zip(firsts, shares, strict=False)]
         self._given = Mix(start=0, weights=whole_weights(shares), counts=[0] * len(shares))
-
-    @property
-    def pools(self) -> Sequence[RowPool]:
-        return self._pools
-
-    def group_at(self, position: int, mixes: Sequence[Mix] = ()) -> GroupId:
-        mix = self.mix_at(position, mixes)
-        task, count = turns_of(mix).at(position - mix.start)
-        return self._visit(task, mix.counts[task] + count)
-
-    def first_groups(self, num_positions: int, mixes: Sequence[Mix] = ()) -> Iterator[GroupId]:
-        first = (mixes or [self._given])[0]
-        for task, count in enumerate(first.counts):
-            yield from (self._visit(task, number) for number in range(count))
-        for position in range(first.start, num_positions):
-            yield self.group_at(position, mixes)
-
-    def is_among_first(self, group: GroupId, num_positions: int, mixes: Sequence[Mix] = ()) -> bool:
-        task = next(task for task, pool in enumerate(self._pools) if pool.holds(group.index))
-        mix = self.mix_at(num_positions, mixes)
-        had = mix.counts[task] + turns_of(mix).counts(num_positions - mix.start)[task]
-        return _is_among(group, self._pools[task], (self._seed, group.epoch, task), had)
-
-    def mix_at(self, position: int, mixes: Sequence[Mix]) -> Mix:
-        """Return the mix that decides about a position."""
-        return next(mix for mix in reversed(mixes or [self._given]) if mix.start <= position)
 
     def shares_at(self, position: int, mixes: Sequence[Mix]) -> list[float]:
         """Return which part of the visits each task has at a position."""
@@ -127,12 +120,8 @@ class MixedSampler(Sampler):
             made.append(Mix(start=start, weights=list(weights), counts=[before + since for before, since in had]))
         return [mix for mix, after in zip(made, [*made[1:], None], strict=True) if after is None or after.start > now]
 
-    def _visit(self, task: int, count: int) -> GroupId:
-        """Return what a task has when it has had its turn ``count`` times before."""
-        pool = self._pools[task]
-        epoch, offset = divmod(count, pool.num_rows)
-        index = pool.first_index + int(_permutation(pool.num_rows, (self._seed, epoch, task))[offset])
-        return GroupId(epoch=epoch, index=index, attempt=0)
+    def _seeds(self, epoch: int, task: int) -> tuple[int, ...]:
+        return self._seed, epoch, task
 
 
 def _is_among(group: GroupId, pool: RowPool, seeds: tuple[int, ...], num_visits: int) -> bool:
@@ -204,20 +193,18 @@ class Turns:
         return counts
 
 
-def turns_of(mix: Mix) -> Turns:
-    """Return whose turn it is under a mix."""
-    return _turns(tuple(mix.weights))
-
-
 @lru_cache(maxsize=8)
 def _places(num_rows: int, seeds: tuple[int, ...]) -> NDArray[np.int64]:
     """Return where each row is in a permutation."""
     return np.argsort(_permutation(num_rows, seeds))
 
 
-@lru_cache(maxsize=8)
-def _turns(weights: tuple[int, ...]) -> Turns:
-    return Turns(weights)
+_turns = lru_cache(maxsize=8)(Turns)
+
+
+def turns_of(mix: Mix) -> Turns:
+    """Return whose turn it is under a mix."""
+    return _turns(tuple(mix.weights))
 
 
 def whole_weights(shares: Sequence[TaskShare]) -> list[int]:
