@@ -88,8 +88,8 @@ class TopApp(App[signal.Signals]):
         Binding("p", "order('pause')"),
         Binding("r", "order('resume')"),
         Binding("s", "sort"),
-        Binding("slash", "type", priority=True),
-        Binding("enter", "keep_filter", priority=True),
+        Binding("slash", "type(True)", priority=True),
+        Binding("enter", "type(False)", priority=True),
         Binding("escape", "drop_filter"),
         Binding("question_mark", "help"),
         Binding("left", "turn(-1)"),
@@ -184,11 +184,6 @@ class TopApp(App[signal.Signals]):
         only = f"only with {self._view.filter!r}, Esc for all  " if self._view.filter else ""
         return Text.assemble((only, "bold"), (KEYS.format(num_panes=len(self._view.panes)), "dim"))
 
-    def _type(self, *, is_typing: bool) -> None:
-        self._typing.display, self._foot.display = is_typing, not is_typing
-        self.set_focus(self._filter if is_typing else None)
-        self._draw()
-
     def _draw_from_top(self) -> None:
         self._pane.scroll_by(-ALL_ROWS)
         self._draw()
@@ -205,23 +200,20 @@ class TopApp(App[signal.Signals]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Say whether a key acts now: what comes in one burst with the key that begins the filter is typed into it."""
-        match action:
-            case "type" | "turn":
-                return not self._typing.display
-            case "keep_filter":
-                return self._typing.display
-        return True
+        is_typing = self._typing.display
+        if action == "type":
+            return parameters[0] != is_typing
+        return not (is_typing and action == "turn")
 
-    def action_type(self) -> None:
-        self._type(is_typing=True)
-
-    def action_keep_filter(self) -> None:
-        self._type(is_typing=False)
+    def action_type(self, is_typing: bool) -> None:
+        """Begin to type the filter, or keep it as it is typed."""
+        self._typing.display, self._foot.display = is_typing, not is_typing
+        self.set_focus(self._filter if is_typing else None)
+        self._draw()
 
     def action_drop_filter(self) -> None:
-        self._filter.value = ""
-        self._view.filter = ""
-        self._type(is_typing=False)
+        self._filter.value = self._view.filter = ""
+        self.action_type(False)
 
     def action_sort(self) -> None:
         self._view.sort_next()
