@@ -14,6 +14,7 @@ from areal_async.config.settings import Settings
 from areal_async.trainer.engine.model import load_critic
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.sharded import TrainedEngine
+from areal_async.trainer.engine.stats import share
 from areal_async.trainer.packing.rows import RETURNS, VALUES, PackedRow, TrainRow
 
 
@@ -69,11 +70,10 @@ class CriticEngine(TrainedEngine[Tensor]):
         minibatches = self._minibatches(rows, (VALUES, RETURNS))
         tally = self._update_with(minibatches, lambda _: self._loss, step=step, event="critic.skipped")
         sums = tally.totals(self.dims.data)
-        num_tokens = sums.get("tokens") or 1.0
         return CriticStats(
-            value_loss=sums.get("loss", 0.0) / num_tokens,
+            value_loss=share(sums, "loss"),
             value_grad_norm=tally.grad_norm,
-            value_clip_fraction=sums.get("value_clipped", 0.0) / num_tokens,
+            value_clip_fraction=share(sums, "value_clipped"),
             value_lr=lr,
             value_num_updates=len(tally.updates) - tally.num_skipped,
             value_num_skipped=tally.num_skipped,

@@ -20,6 +20,7 @@ from areal_async.trainer.engine.model import load_critic
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.stages import StagedModel
 from areal_async.trainer.engine.sharded import TrainedEngine
+from areal_async.trainer.engine.stats import share
 from areal_async.trainer.packing.rows import PackedRow, TrainRow, unsampled_row
 
 PER_PAIR = Aggregation("sequence_sum")
@@ -72,11 +73,10 @@ class PairEngine(TrainedEngine[Tensor]):
         lr = self._begin(step, total_steps=total_steps)
         tally = self._update_with(self._minibatches(_rows(pairs)), lambda _: _loss, step=step, event="pairs.skipped")
         sums = tally.totals(self.dims.data)
-        num_pairs = sums.get("units") or 1.0
         return PairStats(
-            loss=sums.get("loss", 0.0) / num_pairs,
-            accuracy=sums.get("right", 0.0) / num_pairs,
-            margin_mean=sums.get("margin", 0.0) / num_pairs,
+            loss=share(sums, "loss", of="units"),
+            accuracy=share(sums, "right", of="units"),
+            margin_mean=share(sums, "margin", of="units"),
             grad_norm=tally.grad_norm,
             lr=lr,
             num_pairs=round(sums.get("units", 0.0)),

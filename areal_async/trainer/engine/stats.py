@@ -2,19 +2,35 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from areal_async.algorithms.objective import LossTerms
-from areal_async.algorithms.policy import GAP_EDGES, gap_name
+from areal_async.algorithms.policy import gap_name
 from areal_async.protocol.types import mean
 from areal_async.trainer.engine.gradient_groups import GROUPS, KINDS
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.packing.rows import PackedRow
+
+
+def share(sums: Mapping[str, float], name: str, *, of: str = "tokens") -> float:
+    """Return one sum for each of another; 0 for none."""
+    count = sums.get(of, 0.0)
+    return sums.get(name, 0.0) / count if count else 0.0
+
+
+def _share(name: str, *, of: str = "tokens") -> Any:
+    """Declare a number of ``StepStats`` as a share of these sums."""
+    return field(metadata={"share": {"name": name, "of": of}})
+
+
+def _largest(name: str) -> Any:
+    """Declare a number of ``StepStats`` as the maximum of this name; 0 for none."""
+    return field(metadata={"largest": name})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +40,7 @@ class StepStats:
     What the objective does not report (a likelihood has no ratio) is 0.
     """
 
-    loss: float
+    loss: float = _share("loss", of="units")
     """The loss as it is aggregated: a mean over tokens, or over sequences."""
     grad_norm: float
     """Norm of the gradient before clipping; the mean over the step's updates."""
@@ -40,8 +56,8 @@ class StepStats:
     """Norm of the first third of the decoder's layers; the next two are of the others."""
     grad_norm_layers_middle: float
     grad_norm_layers_last: float
-    entropy_mean: float
-    logprob_gap_mean: float
+    entropy_mean: float = _share("entropy")
+    logprob_gap_mean: float = _share("current_gap", of="current")
     """Mean |trainer - server| logprob over tokens of the step's start version, by the step's start weights.
 
     Steered tokens, whose server's logprob is of another distribution, are not among them. 0 where there are none
@@ -49,31 +65,31 @@ class StepStats:
     """
     num_current_tokens: int
     """Tokens of the step's start version, without steered ones."""
-    logprob_gap_all_mean: float
+    logprob_gap_all_mean: float = _share("gap")
     """Mean |trainer - server| logprob over all trained tokens, stale and steered ones included."""
-    logprob_gap_max: float
+    logprob_gap_max: float = _largest("current_gap")
     """Largest |trainer - server| logprob, in nats, over tokens of the start version."""
-    logprob_gap_over_0_001: float
+    logprob_gap_over_0_001: float = _share(gap_name(0.001), of="current")
     """Share of the tokens of the start version whose gap is larger, in nats: with the next three its histogram."""
-    logprob_gap_over_0_01: float
-    logprob_gap_over_0_1: float
-    logprob_gap_over_1: float
-    behave_kl_mean: float
+    logprob_gap_over_0_01: float = _share(gap_name(0.01), of="current")
+    logprob_gap_over_0_1: float = _share(gap_name(0.1), of="current")
+    logprob_gap_over_1: float = _share(gap_name(1.0), of="current")
+    behave_kl_mean: float = _share("behave_kl")
     """Estimated KL divergence from the policy that sampled to the step's start, over all trained tokens (k3)."""
-    ratio_max_deviation: float
+    ratio_max_deviation: float = _largest("current_ratio_deviation")
     """Largest |exp(trainer - server) - 1| over tokens of the start version."""
-    ratio_mean: float
+    ratio_mean: float = _share("ratio")
     """Mean of the importance ratio that is clipped."""
-    ratio_max: float
-    clip_fraction: float
+    ratio_max: float = _largest("ratio")
+    clip_fraction: float = _share("clipped")
     """Share of tokens whose gradient the clip took away."""
-    clip_fraction_lower: float
+    clip_fraction_lower: float = _share("clipped_lower")
     """Share of tokens that were clipped with a ratio under 1."""
     clip_fraction_upper: float
     """Share of tokens that were clipped with a ratio over 1."""
-    behave_weight_mean: float
-    behave_weight_max: float
-    kl_mean: float
+    behave_weight_mean: float = _share("behave_weight")
+    behave_weight_max: float = _largest("behave_weight")
+    kl_mean: float = _share("kl")
     """Estimated distance to the reference model, where it is a part of the loss or of the reward."""
     num_tokens: int
     """Trained tokens, each counted once."""
@@ -156,33 +172,16 @@ class Tally:
         """Add up over the ranks. A collective, of two small reductions."""
         sums = self.totals(ranks)
         maxima = _reduced(self.maxima, ranks, dist.ReduceOp.MAX)
-        num_tokens = sums.get("tokens", 0.0)
-
-        def share(name: str, count: float = num_tokens) -> float:
-            return sums.get(name, 0.0) / count if count else 0.0
-
-        over = {edge: share(gap_name(edge), sums.get("current", 0.0)) for edge in GAP_EDGES}
+        declared = {one.name: one.metadata for one in fields(StepStats)}
+        shares = {name: share(sums, **data["share"]) for name, data in declared.items() if "share" in data}
         return StepStats(
-            loss=share("loss", sums.get("units", 0.0)),
+            **shares,
+            **{name: maxima.get(data["largest"], 0.0) for name, data in declared.items() if "largest" in data},
             grad_norm=self.grad_norm,
             **{f"grad_norm_{name}": self.group_norm(name) for name in GROUPS},
-            entropy_mean=share("entropy"),
-            logprob_gap_mean=share("current_gap", sums.get("current", 0.0)),
             num_current_tokens=int(sums.get("current", 0.0)),
-            logprob_gap_all_mean=share("gap"),
-            logprob_gap_max=maxima.get("current_gap", 0.0),
-            **{f"logprob_{gap_name(edge)}".replace(".", "_"): part for edge, part in over.items()},
-            behave_kl_mean=share("behave_kl"),
-            ratio_max_deviation=maxima.get("current_ratio_deviation", 0.0),
-            ratio_mean=share("ratio"),
-            ratio_max=maxima.get("ratio", 0.0),
-            clip_fraction=share("clipped"),
-            clip_fraction_lower=share("clipped_lower"),
-            clip_fraction_upper=share("clipped") - share("clipped_lower"),
-            behave_weight_mean=share("behave_weight"),
-            behave_weight_max=maxima.get("behave_weight", 0.0),
-            kl_mean=share("kl"),
-            num_tokens=int(num_tokens),
+            clip_fraction_upper=shares["clip_fraction"] - shares["clip_fraction_lower"],
+            num_tokens=int(sums.get("tokens", 0.0)),
             lr=lr,
             num_updates=len(self.updates) - self.num_skipped,
             num_skipped=self.num_skipped,
