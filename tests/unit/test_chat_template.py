@@ -11,7 +11,7 @@ from areal_async.config.sft import SftSettings
 from areal_async.config.sources import load_settings
 from areal_async.errors import UserError
 from areal_async.rollout.policy.text import load_codec
-from areal_async.trainer.tuning.loop import encode_conversations, load_tokenizer
+from areal_async.trainer.tuning.loop import Examples, load_tokenizer
 
 TINY = Path("configs/models/tiny")
 OWN = "{% for message in messages %}[{{ message.content }}]{% endfor %}{% if enable_thinking %}<think>{% endif %}"
@@ -33,7 +33,7 @@ def test_template_of_the_settings_writes_instead_of_the_tokenizer_s(own: Path) -
         {"model": {"path": str(TINY)}, "dataset": {"path": "x"}, "template": template.model_dump()}
     )
     tokenizer = load_tokenizer(TINY, settings)
-    (ids,) = encode_conversations(tokenizer, [question], settings, for_reply=True)
+    (ids,) = Examples(settings, None, tokenizer).encode([question], for_reply=True)
     assert tokenizer.decode(ids) == "[2 and 3?]<think>"
 
 

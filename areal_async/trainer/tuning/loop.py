@@ -6,8 +6,9 @@ Which rows are held out and in which order the others come follows from the seed
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import yaml
@@ -15,9 +16,10 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from areal_async.chat_template import take_template, write
-from areal_async.config.settings import DatasetSettings
 from areal_async.config.tuning import TuningSettings
+from areal_async.data.rows import check_columns, load_rows
 from areal_async.errors import UserError
+from areal_async.process.hub import local_model
 from areal_async.process.stdio import say
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from areal_async.trainer.packing.pack import balance
@@ -139,6 +141,75 @@ def endless_batches(rows: Indices, *, size: int, seed: int) -> Iterator[Indices]
         waiting = waiting[size:]
 
 
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """The rows of a data set, and the tokenizer of the model that learns them."""
+
+    settings: TuningSettings
+    rows: Any
+    tokenizer: Any
+
+    @classmethod
+    def load(cls, settings: TuningSettings, *columns: str | None) -> Self:
+        """Load rows that have these columns.
+
+        Raises:
+            UserError: the model, the data set or a column is not there, or the tokenizer does not do.
+        """
+        folder, rows = local_model(settings.model.path), load_rows(settings.dataset)
+        check_columns(rows, tuple(column for column in columns if column is not None), settings.dataset)
+        return cls(settings, rows, load_tokenizer(folder, settings))
+
+    def conversations(self, column: str) -> list[Conversation]:
+        """Return a column's conversations: a cell holds one, or the user's only message.
+
+        Raises:
+            UserError: a cell holds neither.
+        """
+        found: list[Conversation] = []
+        for place, cell in enumerate(self.rows[column]):
+            if isinstance(cell, str):
+                found.append([{"role": "user", "content": cell}])
+            elif isinstance(cell, Sequence) and len(cell) and all(map(_is_message, cell)):
+                found.append(list(cell))
+            else:
+                raise self._wrong_cell(cell, place, column, need="text or messages")
+        return found
+
+    def texts(self, column: str) -> list[str]:
+        """Return a column's texts.
+
+        Raises:
+            UserError: a cell holds none.
+        """
+        texts = list(self.rows[column])
+        for place, cell in enumerate(texts):
+            if not isinstance(cell, str):
+                raise self._wrong_cell(cell, place, column, need="text")
+        return texts
+
+    def encode(self, conversations: Sequence[Conversation], *, for_reply: bool) -> list[list[int]]:
+        """Return the tokens of conversations as the template writes them; ``for_reply``: up to where it answers.
+
+        Raises:
+            UserError: the template refuses one.
+        """
+        texts: list[str] = []
+        for place, one in enumerate(conversations):
+            try:
+                texts.append(write(self.tokenizer, one, self.settings.template.arguments, for_reply=for_reply))
+            except TemplateError as exc:
+                where = f"dataset: {self.settings.dataset.source} row {place}"
+                raise UserError(f"{where}: the model's chat template refuses it: {exc}") from exc
+        # The template has already written whatever special tokens a conversation has.
+        ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _wrong_cell(self, cell: object, place: int, column: str, *, need: str) -> UserError:
+        got = "null" if cell is None else f"{type(cell).__name__} {cell!r:.60}"
+        return UserError(f"dataset: {self.settings.dataset.source} row {place}: {column} is {got}, need {need}")
+
+
 def load_tokenizer(folder: Path, settings: TuningSettings) -> Any:
     """Return the tokenizer of the model in ``folder``, with the chat template of the settings.
 
@@ -155,66 +226,10 @@ def load_tokenizer(folder: Path, settings: TuningSettings) -> Any:
     return tokenizer
 
 
-def conversations_of(rows: Any, column: str, dataset: DatasetSettings) -> list[Conversation]:
-    """Return a column's conversations: a cell holds one, or the user's only message.
-
-    Raises:
-        UserError: a cell holds neither.
-    """
-    found: list[Conversation] = []
-    for place, cell in enumerate(rows[column]):
-        if isinstance(cell, str):
-            found.append([{"role": "user", "content": cell}])
-        elif isinstance(cell, Sequence) and len(cell) and all(map(_is_message, cell)):
-            found.append(list(cell))
-        else:
-            raise _wrong_cell(cell, place, column, dataset, need="text or messages")
-    return found
-
-
-def texts_of(rows: Any, column: str, dataset: DatasetSettings) -> list[str]:
-    """Return a column's texts.
-
-    Raises:
-        UserError: a cell holds none.
-    """
-    texts = list(rows[column])
-    for place, cell in enumerate(texts):
-        if not isinstance(cell, str):
-            raise _wrong_cell(cell, place, column, dataset, need="text")
-    return texts
-
-
-def encode_conversations(
-    tokenizer: Any, conversations: Sequence[Conversation], settings: TuningSettings, *, for_reply: bool
-) -> list[list[int]]:
-    """Return the tokens of conversations as the model's template writes them; ``for_reply``: up to where it answers.
-
-    Raises:
-        UserError: the template refuses one.
-    """
-    texts: list[str] = []
-    for place, one in enumerate(conversations):
-        try:
-            texts.append(write(tokenizer, one, settings.template.arguments, for_reply=for_reply))
-        except TemplateError as exc:
-            raise UserError(
-                f"dataset: {settings.dataset.source} row {place}: the model's chat template refuses it: {exc}"
-            ) from exc
-    # The template has already written whatever special tokens a conversation has.
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return ids
-
-
 def _is_message(value: object) -> bool:
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         return False
     return value.get("content") is not None or bool(value.get("tool_calls"))
-
-
-def _wrong_cell(cell: object, place: int, column: str, dataset: DatasetSettings, *, need: str) -> UserError:
-    got = "null" if cell is None else f"{type(cell).__name__} {cell!r:.60}"
-    return UserError(f"dataset: {dataset.source} row {place}: {column} is {got}, need {need}")
 
 
 def _begin(directory: Path, settings: TuningSettings) -> None:

@@ -6,23 +6,13 @@ critic.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from areal_async.algorithms.preference import bradley_terry_loss
-from areal_async.config.reward_model import PairDatasetSettings, RewardModelSettings
-from areal_async.data.rows import check_columns, load_rows
+from areal_async.config.reward_model import RewardModelSettings
 from areal_async.errors import UserError
-from areal_async.process.hub import local_model
 from areal_async.trainer.engine.pairs import Pair, PairEngine
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.tuning.loop import (
-    Conversation,
-    conversations_of,
-    encode_conversations,
-    load_tokenizer,
-    texts_of,
-    tune,
-)
+from areal_async.trainer.tuning.loop import Conversation, Examples, tune
 
 
 def run_reward_model(settings: RewardModelSettings) -> None:
@@ -66,13 +56,10 @@ def load_pairs(settings: RewardModelSettings) -> list[Pair]:
         UserError: a column is not there, a cell holds no conversation or no answer, or a pair is longer than a packed
             row.
     """
-    dataset, folder = settings.dataset, local_model(settings.model.path)
-    rows = load_rows(dataset)
-    needed = (dataset.question, dataset.chosen, dataset.rejected)
-    check_columns(rows, tuple(column for column in needed if column is not None), dataset)
-    tokenizer = load_tokenizer(folder, settings)
+    dataset = settings.dataset
+    examples = Examples.load(settings, dataset.question, dataset.chosen, dataset.rejected)
     chosen, rejected = (
-        encode_conversations(tokenizer, _answered(rows, column, dataset), settings, for_reply=False)
+        examples.encode(_answered(examples, dataset.question, column), for_reply=False)
         for column in (dataset.chosen, dataset.rejected)
     )
     pairs = [Pair(*both) for both in zip(chosen, rejected, strict=True)]
@@ -85,12 +72,11 @@ def load_pairs(settings: RewardModelSettings) -> list[Pair]:
     return pairs
 
 
-def _answered(rows: Any, column: str, dataset: PairDatasetSettings) -> list[Conversation]:
+def _answered(examples: Examples, question: str | None, column: str) -> list[Conversation]:
     """Return the conversations that the answers of a column end, or that it holds whole."""
-    if dataset.question is None:
-        return conversations_of(rows, column, dataset)
-    questions = conversations_of(rows, dataset.question, dataset)
+    if question is None:
+        return examples.conversations(column)
     return [
-        [*question, {"role": "assistant", "content": answer}]
-        for question, answer in zip(questions, texts_of(rows, column, dataset), strict=True)
+        [*asked, {"role": "assistant", "content": answer}]
+        for asked, answer in zip(examples.conversations(question), examples.texts(column), strict=True)
     ]

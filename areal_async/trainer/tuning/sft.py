@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from areal_async.algorithms.likelihood import likelihood_loss
 from areal_async.config.sft import SftSettings
-from areal_async.data.rows import check_columns, load_rows
-from areal_async.process.hub import local_model
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine
 from areal_async.trainer.packing.rows import TrainRow, unsampled_row
-from areal_async.trainer.tuning.loop import conversations_of, encode_conversations, load_tokenizer, texts_of, tune
+from areal_async.trainer.tuning.loop import Examples, tune
 
 
 def run_sft(settings: SftSettings) -> None:
@@ -56,13 +54,11 @@ def load_examples(settings: SftSettings) -> list[TrainRow]:
     Raises:
         UserError: a column is not there, or a cell holds no conversation or no answer.
     """
-    dataset, folder = settings.dataset, local_model(settings.model.path)
-    rows = load_rows(dataset)
-    check_columns(rows, (dataset.question, dataset.answer), dataset)
-    tokenizer = load_tokenizer(folder, settings)
-    prompts = conversations_of(rows, dataset.question, dataset)
-    answers = texts_of(rows, dataset.answer, dataset)
-    prompt_ids = encode_conversations(tokenizer, prompts, settings, for_reply=True)
+    dataset = settings.dataset
+    examples = Examples.load(settings, dataset.question, dataset.answer)
+    tokenizer, prompts = examples.tokenizer, examples.conversations(dataset.question)
+    answers = examples.texts(dataset.answer)
+    prompt_ids = examples.encode(prompts, for_reply=True)
     # On its own, as a server continues a prompt: no token spans the border.
     answer_ids = tokenizer(answers, add_special_tokens=False)["input_ids"]
     learned = [[*answer, tokenizer.eos_token_id] for answer in answer_ids]

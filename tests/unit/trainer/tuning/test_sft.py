@@ -142,7 +142,7 @@ def test_a_conversation_that_the_template_refuses_is_told_by_its_row(settings: S
     talks = [[{"role": "user", "content": "1+1?"}] * number for number in (1, 2)]
 
     with pytest.raises(UserError, match=r"rows.jsonl row 1: the model's chat template refuses it: no second question$"):
-        loop.encode_conversations(tokenizer, talks, settings, for_reply=True)
+        loop.Examples(settings, None, tokenizer).encode(talks, for_reply=True)
 
 
 def test_prompt_may_be_a_conversation_and_only_the_answer_is_learned(settings: SftSettings, tmp_path: Path) -> None:
