@@ -11,7 +11,7 @@ import functools
 import re
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -69,10 +69,8 @@ async def copied_broker(settings: Settings, run_directory: Path) -> AsyncIterato
         places = run_directory / "bus", copy.run_directory / "bus"
         await after_others(functools.partial(anyio.to_thread.run_sync, _copy_store, *places))
         served = await _serve(copy)
-        try:
+        async with aclosing(served.broker):
             yield served
-        finally:
-            await served.broker.aclose()
 
 
 async def _serve(copy: Settings) -> StoreCopy:

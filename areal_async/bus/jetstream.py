@@ -7,7 +7,7 @@ that was cancelled may or may not have been carried out, and is repeated safely 
 
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -275,7 +275,5 @@ async def open_bus(
         ca=ca,
         deadline_s=connect_deadline_s,
     )
-    try:
+    async with aclosing(connection):
         yield Bus(connection, names=names, operation_deadline_s=operation_deadline_s)
-    finally:
-        await connection.aclose()

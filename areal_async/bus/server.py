@@ -262,8 +262,7 @@ class EmbeddedBroker:
         await self._spawn()
 
     async def _spawn(self) -> None:
-        log_file = self._open_log()
-        try:
+        with os.fdopen(self._open_log(), "ab") as log_file:
             self._process = await anyio.open_process(
                 guarded([str(self._binary), "-c", str(self._config_path)], by=signal.SIGTERM),
                 stdin=subprocess.DEVNULL,
@@ -272,8 +271,6 @@ class EmbeddedBroker:
                 env=environment(self._settings),
                 start_new_session=True,  # Ctrl-C at the terminal is for the launcher, which stops the broker last
             )
-        finally:
-            os.close(log_file)
         with anyio.move_on_after(START_DEADLINE_S):
             while self._process.returncode is None:
                 if (await _health(self._http_port))[0] == HEALTHY:

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -263,9 +263,7 @@ async def visit_at(settings: Settings, connect_deadline_s: float) -> AsyncIterat
 
 
 @asynccontextmanager
-async def visit_live(
-    directory: RunDirectory, *, connect_deadline_s: float = CONNECT_DEADLINE_S
-) -> AsyncIterator[tuple[Settings, Bus]]:
+async def visit_live(directory: RunDirectory) -> AsyncIterator[tuple[Settings, Bus]]:
     """Have the settings of a run that runs now, and the operator's connection to it.
 
     Raises:
@@ -277,7 +275,7 @@ async def visit_live(
     if not directory.is_live:
         raise NotLiveError(f"run {name}: it does not run now; start it first")
     async with AsyncExitStack() as stack:
-        yield await _reach(stack, directory, connect_deadline_s)
+        yield await _reach(stack, directory, CONNECT_DEADLINE_S)
 
 
 async def _reach(
@@ -351,24 +349,20 @@ async def _broker(
         return
     broker = EmbeddedBroker(settings, host=host, on_change=on_change)
     await broker.start()
-    try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(broker.run)
-            yield broker.url
-            tasks.cancel_scope.cancel()
-    finally:
-        await broker.aclose()
+    async with aclosing(broker), anyio.create_task_group() as tasks:
+        tasks.start_soon(broker.run)
+        yield broker.url
+        tasks.cancel_scope.cancel()
 
 
-@asynccontextmanager
-async def _operator(
+def _operator(
     settings: Settings,
     directory: RunDirectory,
     url: str,
     connect_deadline_s: float = CONNECT_DEADLINE_S,
     operation_deadline_s: float | None = None,
-) -> AsyncIterator[Bus]:
-    async with open_bus(
+) -> AbstractAsyncContextManager[Bus]:
+    return open_bus(
         url,
         names=settings.names,
         role=Role.OPERATOR,
@@ -376,5 +370,4 @@ async def _operator(
         ca=settings.bus.ca,
         connect_deadline_s=connect_deadline_s,
         operation_deadline_s=operation_deadline_s or settings.bus.operation_deadline_s,
-    ) as bus:
-        yield bus
+    )
