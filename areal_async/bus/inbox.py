@@ -206,17 +206,14 @@ class Inbox:
             return
         description = self._status.headers.get("Description", "")
         if self._status.status == NO_RESPONDERS or "Consumer Deleted" in description:
-            await self._check_exists()
+            try:
+                await self._api.ask(f"$JS.API.CONSUMER.INFO.{self._consumer}")
+            except MissingError as exc:
+                raise ConsumerGoneError(f"consumer {self._consumer}: deleted") from exc
         else:
             log.debug("inbox.pull_ended", consumer=self._consumer, description=description)
         if not self._arrived:
             await anyio.sleep(BUSY_PAUSE_S)
-
-    async def _check_exists(self) -> None:
-        try:
-            await self._api.ask(f"$JS.API.CONSUMER.INFO.{self._consumer}")
-        except MissingError as exc:
-            raise ConsumerGoneError(f"consumer {self._consumer}: deleted") from exc
 
     def _on_received(self, received: Received) -> None:
         if received.status is None:

@@ -103,7 +103,9 @@ class Sweep:
             if is_purged and not must_ack(len(held), has_room=has_room):
                 num_losses = self._api.connection.num_losses
                 held = [delivery for delivery in held if delivery.num_losses != num_losses]  # purged they cannot be
-            await self._ack(held)
+            if unconfirmed := await settle(self._api.connection, held):
+                log.info("acks.unconfirmed", num_messages=len(unconfirmed))
+            self._forget(held)
 
     async def _purge(self) -> bool:
         """Purge the settled prefix; False where that cannot be done, or cannot be said."""
@@ -146,12 +148,6 @@ class Sweep:
         if "error" in answer:
             raise BusError(f"{subject}: {answer['error'].get('description')}")
         return answer
-
-    async def _ack(self, deliveries: list[Delivery]) -> None:
-        unconfirmed = await settle(self._api.connection, deliveries)
-        if unconfirmed:
-            log.info("acks.unconfirmed", num_messages=len(unconfirmed))
-        self._forget(deliveries)
 
     def _hold(self, deliveries: Iterable[Delivery]) -> None:
         for delivery in deliveries:

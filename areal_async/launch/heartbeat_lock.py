@@ -81,7 +81,11 @@ async def held(bus: Bus, key: str, *, what: str, refusal: str, notify: Notify) -
     try:
         yield holder
     finally:
-        await _release(bus, key, holder)
+        # let it go, as well as can be done quickly, unless it is another's now
+        with anyio.move_on_after(RELEASE_DEADLINE_S, shield=True), suppress(BusError):
+            current, revision = await bus.get(key, Holder)
+            if current is not None and current.holder_id == holder.holder_id:
+                await bus.compare_and_set(key, msgspec.structs.replace(holder, has_left=True), revision)
 
 
 async def next_word(bus: Bus, key: str, *, within_s: float) -> Holder | None:
@@ -105,11 +109,3 @@ async def wait_released(bus: Bus, prefix: str) -> None:
         if not held_still:
             return
         await anyio.sleep(BEAT_S / 10)
-
-
-async def _release(bus: Bus, key: str, holder: Holder) -> None:
-    """Let a key go, as well as it can be done quickly, unless it is another's now."""
-    with anyio.move_on_after(RELEASE_DEADLINE_S, shield=True), suppress(BusError):
-        current, revision = await bus.get(key, Holder)
-        if current is not None and current.holder_id == holder.holder_id:
-            await bus.compare_and_set(key, msgspec.structs.replace(holder, has_left=True), revision)
