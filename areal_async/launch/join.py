@@ -79,12 +79,6 @@ def fresh_node_id() -> str:
     return f"{host}-{secrets.token_hex(3)}"
 
 
-def check_node_id(node_id: str) -> None:
-    """Raise UserError unless a node may be called so."""
-    if not TOKEN.fullmatch(node_id):
-        raise UserError(f"--node-id: got {node_id!r}, need letters, digits, _ or -")
-
-
 async def join(invitation: Invitation, *, node_id: str, backend: Backend, prepare: Prepare, notify: Notify) -> RunEnd:
     """Be a node of a live run until that ends, until SIGTERM or SIGINT, or until it fails here.
 
@@ -94,7 +88,8 @@ async def join(invitation: Invitation, *, node_id: str, backend: Backend, prepar
         UserError: there is no such run, it is over, it has such a node already, or this host lacks something.
         PipelineError: the run has failed, it does not come back, or the node died too often.
     """
-    check_node_id(node_id)
+    if not TOKEN.fullmatch(node_id):
+        raise UserError(f"--node-id: got {node_id!r}, need letters, digits, _ or -")
     guest = _Guest(invitation, node_id=node_id, backend=backend, prepare=prepare, notify=notify)
     end = await guest.stay()
     while end is None:
@@ -115,18 +110,14 @@ def localised(settings: Settings, invitation: Invitation) -> Settings:
     return settings.model_copy(update={"bus": bus, "run": run})
 
 
-async def _shared_settings(bus: Bus) -> SharedSettings:
+async def _read_settings(bus: Bus) -> tuple[SharedSettings, Settings]:
+    """Return what a run shares, and the settings in it."""
+    run = bus.names.run
     shared, _ = await bus.get(SETTINGS, SharedSettings)
     if shared is None:
-        raise UserError(
-            f"run {bus.names.run}: nothing is known of it at this broker; start it first, or mend --run or --join"
-        )
-    return shared
-
-
-def _read_settings(shared: SharedSettings, run: str) -> Settings:
+        raise UserError(f"run {run}: nothing is known of it at this broker; start it first, or mend --run or --join")
     try:
-        return Settings.model_validate_json(shared.settings)
+        return shared, Settings.model_validate_json(shared.settings)
     except ValueError as exc:
         raise UserError(
             f"run {run}: its settings, written by areal_async {shared.library}, mean nothing to this one: "
@@ -173,8 +164,8 @@ class _Guest:
             PipelineError: as ``join``.
         """
         async with self._open() as bus:
-            shared = await _shared_settings(bus)
-            settings = localised(_read_settings(shared, self._run), self._invitation)
+            shared, settings = await _read_settings(bus)
+            settings = localised(settings, self._invitation)
             await self._check_open(bus)
             self._check_files(settings, shared)
             settings = self._prepare(settings)  # before the id is taken: nobody is to wait for a host that is refused

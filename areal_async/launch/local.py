@@ -52,8 +52,15 @@ class ChildProcess:
         return self._last_line(self.noise)
 
     def _last_line(self, noise: tuple[str, ...] = ()) -> str:
-        path = self.spec.output
-        return last_line(path, start_bytes=self._output_start_bytes, noise=noise) if path is not None else ""
+        """Return the last line of its output that says something and does not begin with ``noise``.
+
+        The frame that Python draws around a group of exceptions says nothing.
+        """
+        if self.spec.output is None:
+            return ""
+        lines = read_tail(self.spec.output, start_bytes=self._output_start_bytes, max_bytes=TAIL_BYTES).splitlines()
+        said = (escaped(line).strip().lstrip("| ") for line in reversed(lines) if not line.startswith(noise))
+        return next((line for line in said if line.strip("+-")), "")
 
 
 async def start_child(spec: ProcessSpec, command: Sequence[str]) -> tuple[anyio.abc.Process, int]:
@@ -128,13 +135,3 @@ class LocalBackend:
             PipelineError: as ``start_child``.
         """
         return LocalProcess(spec, *await start_child(spec, guarded(spec.command)))
-
-
-def last_line(path: Path, *, start_bytes: int, noise: tuple[str, ...] = ()) -> str:
-    """Return the last line from ``start_bytes`` on that says something and does not begin with ``noise``.
-
-    The frame that Python draws around a group of exceptions says nothing.
-    """
-    lines = read_tail(path, start_bytes=start_bytes, max_bytes=TAIL_BYTES).splitlines()
-    said = (escaped(line).strip().lstrip("| ") for line in reversed(lines) if not line.startswith(noise))
-    return next((line for line in said if line.strip("+-")), "")

@@ -4,8 +4,7 @@ The broker knows nothing of a stream whose files are gone, and declaring makes i
 would begin at its first prompt and empty its own metrics. Invariant: whatever of a run is trained is trained once.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 
 from areal_async.bus import Bus, StreamState
 from areal_async.bus.api import MissingError
@@ -90,13 +89,8 @@ async def _lost_keys(bus: Bus, counts: Mapping[str, int]) -> list[str]:
 
 def _has_trained(directory: RunDirectory) -> bool:
     """Say whether the files of a run tell that it was begun."""
-    return bool(directory.checkpointed_step) or any(_sizes(directory))
-
-
-def _sizes(directory: RunDirectory) -> Iterator[int]:
-    for path in (directory.path / "metrics.jsonl", *(directory.path / FOLDER).glob("*.jsonl")):
-        with suppress(FileNotFoundError):
-            yield path.stat().st_size
+    files = (directory.path / "metrics.jsonl", *(directory.path / FOLDER).glob("*.jsonl"))
+    return bool(directory.checkpointed_step) or any(path.stat().st_size for path in files if path.exists())
 
 
 def _place(directory: RunDirectory, settings: Settings) -> str:

@@ -126,8 +126,7 @@ class MembershipPublisher:
         with changes:
             async for change in changes:
                 await self._publish(change)
-                for event in self._membership.on_change(change, now_s=self._clock_s):
-                    await self._publish(event)
+                await self._publish_all(self._membership.on_change(change, now_s=self._clock_s))
                 if change.name == BROKER:  # that what is told here was stored is its return
                     await self._publish_all(self._membership.on_report(change.name, now_s=self._clock_s))
 

@@ -167,7 +167,10 @@ class RunDirectory:
                 for item in self._items():
                     if item not in theirs and not (has_logs and item == self.logs):
                         _remove(item)
-                self._vanish()
+                if not self._items():  # nothing but our own locks
+                    self.launcher_lock.unlink(missing_ok=True)
+                    self.lock.unlink(missing_ok=True)
+                    self.path.rmdir()
 
     def exported_version(self, name: str) -> str:
         """Return the version of a model that was exported at the run's end; empty where no checkpoint tells."""
@@ -195,13 +198,6 @@ class RunDirectory:
 
     def _items(self) -> list[Path]:
         return [item for item in self.path.iterdir() if item not in (self.lock, self.launcher_lock)]
-
-    def _vanish(self) -> None:
-        """Remove the directory, where it holds nothing but our own locks."""
-        if not self._items():
-            self.launcher_lock.unlink(missing_ok=True)
-            self.lock.unlink(missing_ok=True)
-            self.path.rmdir()
 
     def write_settings(self, settings: Settings) -> None:
         """Leave the resolved settings for the roles."""

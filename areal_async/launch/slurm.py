@@ -8,7 +8,6 @@ the launcher dies. ``scancel`` signals all processes of a step, its servers as w
 or where it stands, is signalled alone, and on another host by a step that does just this.
 """
 
-import functools
 import os
 import shutil
 import signal
@@ -164,7 +163,7 @@ class SlurmBackend:
                 )
         self._host = environment["SLURMD_NODENAME"]
         ask = ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", self._host)]
-        names = _answer(ask, deadline_s=DEADLINE_S).split()
+        names = _answer(ask).split()
         self.hosts = (self._host, *(name for name in names if name != self._host))
 
     async def address(self) -> str:
@@ -176,7 +175,7 @@ class SlurmBackend:
         if not (others := self.hosts[1:]):
             return LOOPBACK
         ask = on_host(others[0], "address", "printenv", "SLURM_LAUNCH_NODE_IPADDR")
-        return await anyio.to_thread.run_sync(functools.partial(_answer, ask, deadline_s=DEADLINE_S))
+        return await anyio.to_thread.run_sync(_answer, ask)
 
     async def cannot_reach(self, address: str, port: int) -> Mapping[str, str]:
         """Connect from a step on each other host; return those that cannot, each with why not."""
@@ -218,10 +217,10 @@ def identity_of(spec: ProcessSpec) -> Path:
     return (place / f".{spec.name}.step").absolute()
 
 
-def _answer(command: list[str], *, deadline_s: int) -> str:
+def _answer(command: list[str]) -> str:
     try:
         ended = subprocess.run(
-            ["timeout", str(deadline_s), *command], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            ["timeout", str(DEADLINE_S), *command], stdin=subprocess.DEVNULL, capture_output=True, text=True,
             check=False,
         )  # fmt: skip
         words, status = ended.stderr, ended.returncode

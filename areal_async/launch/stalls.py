@@ -104,9 +104,7 @@ class StallWatch:
     async def _act(self, culprit: str, sentence: str, *, is_starting: bool) -> None:
         self._groups.ask_stacks()
         group = group_of(culprit)
-        if group is not None and self.spoken_in.get(group) != self._groups.num_starts(group):
-            is_starting = True
-        if is_starting:
+        if is_starting or (group is not None and self.spoken_in.get(group) != self._groups.num_starts(group)):
             return
         match self._settings.on_stall:
             case "restart" if group is not None and self._groups.num_starts(group):
