@@ -29,8 +29,8 @@ def _calls(number_x86_64: int | str, number_aarch64: int | str, *arguments: obje
     return f"{_CALL}\nheld(libc.syscall({number_x86_64} if os.uname().machine == 'x86_64' else {number_aarch64}{rest}))"
 
 
-def _raises(*expression: str) -> str:
-    return f"{_RAISES}\nheld({', '.join(expression)})"
+def _raises(*expression: str, before: str = "") -> str:
+    return f"{_RAISES}{before}\nheld({', '.join(expression)})"
 
 
 ESCAPES: Final[dict[str, str]] = {
@@ -148,13 +148,11 @@ while count < 1000 and not libc.sigqueue(2, signal.SIGRTMIN, None):
 print("held" if count < 1000 else count)
 """,
     # what others do with files that are shared
-    "what of a file is cached": """
-import ctypes, errno, mmap, os
-libc = ctypes.CDLL(None, use_errno=True)
+    "what of a file is cached": f"""{_CALL}
+import mmap
 page = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 place = ctypes.addressof(ctypes.c_char.from_buffer(page))
-result = libc.mincore(ctypes.c_void_p(place), 4096, ctypes.create_string_buffer(1))
-print("held" if result == -1 and ctypes.get_errno() == errno.EPERM else result)
+held(libc.mincore(ctypes.c_void_p(place), 4096, ctypes.create_string_buffer(1)))
 """,
     "throw a shared file out of the cache": _raises("os.posix_fadvise", "os.open(os.__file__, 0)", "0", "0", "4"),
     "a core file": """
@@ -257,14 +255,9 @@ print("held" if {*os.listdir("/python")} <= {"bin", "lib", "lib64"} else os.list
     "write beside the root": _raises("open", "'/mine'", "'w'"),
     "write into the interpreter": _raises("open", "'/python/lib/mine.py'", "'w'"),
     "write into devices": _raises("open", "'/dev/mine'", "'w'"),
-    "a link out of the temporary folder": """
-import os
-os.symlink("/../../../../etc/passwd", "/tmp/link")
-try:
-    open("/tmp/link").read()
-except OSError:
-    print("held")
-""",
+    "a link out of the temporary folder": _raises(
+        "open", "'/tmp/link'", before="os.symlink('/../../../../etc/passwd', '/tmp/link')"
+    ),
     "a device of its own": _raises("os.mknod", "'/tmp/disk'", "0o060666", "os.makedev(8, 0)"),
     "what others left": """
 import os
