@@ -58,14 +58,11 @@ class ControlGroup:
     async def remove(self) -> None:
         """Remove it once its processes have gone; one that stays is removed by the next that is made."""
         for _ in range(REMOVAL_TRIES):
-            try:
+            with suppress(OSError):
                 self._folder.rmdir()
-            except FileNotFoundError:
+            if not self._folder.exists():
                 return
-            except OSError:
-                await anyio.sleep(REMOVAL_WAIT_S)
-            else:
-                return
+            await anyio.sleep(REMOVAL_WAIT_S)
 
 
 def make_control_group() -> ControlGroup | None:

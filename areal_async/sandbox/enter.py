@@ -79,8 +79,7 @@ def _bind(source: str, target: str) -> str:
 
 def _check(status: int, what: str) -> None:
     if status:
-        number = ctypes.get_errno()
-        raise SystemExit(f"{what}: {os.strerror(number)}")
+        raise SystemExit(f"{what}: {os.strerror(ctypes.get_errno())}")
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -58,7 +58,7 @@ def main() -> None:
         importlib.import_module(name)
     signal.signal(
         signal.SIGINT, signal.SIG_DFL
-    )  # else a program may send it to the fork server, which has the handler too
+    )  # else a program may send it to the fork server: it has the handler too
     close_devices()
     gc.freeze()  # what is here now is shared with every program; a collection would copy it
     outside = socket.socket(fileno=os.dup(0))

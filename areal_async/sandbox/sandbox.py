@@ -1,5 +1,6 @@
-"""A few warm sandboxes, shared by all who have a program to run."""
+"""A few warm sandboxes, shared by all who have a program to run: rewards and tools are plain functions."""
 
+import os
 from contextlib import AsyncExitStack
 
 import anyio
@@ -33,7 +34,7 @@ class Sandbox:
             UserError: programs cannot be isolated here, or one came through the walls.
         """
         async with AsyncExitStack() as unless_started:
-            unless_started.push_async_callback(self._stop)
+            unless_started.push_async_exit(self)
             try:
                 async with anyio.create_task_group() as starting:
                     for warm in self._all:
@@ -45,7 +46,9 @@ class Sandbox:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._stop()
+        with anyio.CancelScope(shield=True):
+            for warm in self._all:
+                await warm.stop()
 
     async def run(self, source: str, *, stdin: bytes = b"", limits: SandboxLimits | None = None) -> ProgramResult:
         """Run one program from its source, as ``__main__`` of a fresh Python.
@@ -87,7 +90,20 @@ class Sandbox:
                 f"({execution.end}, {(execution.stdout + execution.stderr)[-200:]!r}); no program is run here"
             )
 
-    async def _stop(self) -> None:
-        with anyio.CancelScope(shield=True):
-            for warm in self._all:
-                await warm.stop()
+
+_LOCK = anyio.Lock()
+_SHARED: list[Sandbox] = []
+
+
+async def shared_sandbox() -> Sandbox:
+    """Return the sandbox of this process, with a place per core; the first call starts it.
+
+    It ends with the thread that started it: nothing has to be closed.
+
+    Raises:
+        UserError: programs cannot be isolated here.
+    """
+    async with _LOCK:
+        if not _SHARED:
+            _SHARED.append(await Sandbox(size=os.cpu_count() or 1).__aenter__())
+        return _SHARED[0]

@@ -140,8 +140,7 @@ class SandboxWorker:
         )
 
     async def _converse(self, files: list[int], limits: SandboxLimits) -> tuple[dict[str, Any], bool]:
-        is_too_large = False
-        is_answered = False
+        is_too_large = is_answered = False
         try:
             with anyio.fail_after(limits.wall_s + GRACE_S):
                 if self._group is not None:  # the kernel keeps what it may need again of files of earlier programs
@@ -260,7 +259,11 @@ def _read(file: int, limit: int) -> tuple[bytes, bool]:
 
 
 def _held_bytes_below(pid: int) -> int:
-    """Return what a process and all below it hold, swapped out too, and at most what waits in their sockets."""
+    """Return what a process and all below it hold, swapped out too, and at most what waits in their sockets.
+
+    Sockets that no process has open are counted too: one that waits to be accepted, or is on its way to another
+    process, keeps what was sent to it.
+    """
     total, num_sockets, rest, top = 0, 0, [pid], pid
     while rest:
         pid = rest.pop()
@@ -269,18 +272,10 @@ def _held_bytes_below(pid: int) -> int:
             for children in Path(f"/proc/{pid}/task").glob("*/children"):
                 rest += map(int, children.read_text().split())
             if pid != top and not num_sockets:  # all below are in one network namespace, of their own
-                num_sockets = _num_sockets_beside(pid)
+                num_sockets = Path(f"/proc/{pid}/net/unix").read_text(errors="replace").count("\n") - 1
         except OSError:  # it has just ended
             continue
     return total + num_sockets * _SOCKET_BYTES
-
-
-def _num_sockets_beside(pid: int) -> int:
-    """Return how many sockets are in a process's network namespace, those too that no process has open.
-
-    One that waits to be accepted, or is on its way to another process, keeps what was sent to it.
-    """
-    return Path(f"/proc/{pid}/net/unix").read_text(errors="replace").count("\n") - 1
 
 
 def _proportional_bytes(pid: int) -> int:

@@ -413,7 +413,7 @@ async def test_whoever_does_not_wait_for_a_sandbox_to_start_leaves_none_that_giv
             execution = await sandbox.run(f"import sys; print({number}); sys.exit({number})")
             assert (execution.status, execution.stdout) == (number, f"{number}\n".encode())
     finally:
-        await sandbox._stop()
+        await sandbox.__aexit__()
 
 
 async def test_a_sandbox_that_is_killed_is_replaced_and_the_program_runs_again(sandbox: Sandbox) -> None:
