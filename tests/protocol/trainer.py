@@ -21,7 +21,7 @@ from areal_async.protocol.types import (
     Version,
     WeightsVersion,
 )
-from areal_async.trainer.batch.cut import RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.cut import RetryLater, Settle, StreamRoom
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.payloads import BatchSlot, slots_of
 from areal_async.trainer.batch.planner import BatchPlanner
@@ -270,7 +270,7 @@ class TrainerModel:
             match planner.decide(now=self.world.now, room=self._room):
                 case Settle(group_ids, kind, reason):
                     await self._settle(group_ids, kind, reason=reason, step=planner.step)
-                case Write(entry):
+                case Cut() as entry:
                     taken = {one.group_id for one in entry.groups}
                     others = [group for name, group in planner.open.items() if name not in taken]
                     if entry.kind is CutKind.CUT:

@@ -31,7 +31,7 @@ from areal_async.protocol.types import (
     Version,
     mean,
 )
-from areal_async.trainer.batch.cut import RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.cut import RetryLater, Settle, StreamRoom
 from areal_async.trainer.batch.planner import BatchPlanner
 
 NUM_PROMPTS = 5000
@@ -145,7 +145,7 @@ class World:
                     for outcome in outcomes:
                         assert outcome.kind is OutcomeKind.STALE
                         self._accounts.add_outcome(outcome)
-                case Write(entry):
+                case Cut() as entry:
                     self._accounts.add_cut(entry, sequence=entry.step + 1)
                     self._planner.note_written(entry)
                     if entry.kind is CutKind.END:

@@ -116,13 +116,6 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
-    """Add this entry to the journal."""
-
-    entry: Cut
-
-
-@dataclass(frozen=True, slots=True)
 class RetryLater:
     """Ask again when something has changed, or after a while."""
 
@@ -131,7 +124,8 @@ class RetryLater:
     """Names in ``wait_graph`` of what is waited for; none for the trainer's own next step."""
 
 
-Decision = Settle | Write | RetryLater
+Decision = Settle | Cut | RetryLater
+"""What is next: to end groups, to add an entry to the journal, or to wait."""
 
 
 def ages_in(cut: Cut, lineage: int) -> Callable[[Version], int]:

@@ -30,7 +30,7 @@ from areal_async.protocol.subjects import CHANGES
 from areal_async.protocol.types import Cut, GroupId, Outcome, OutcomeKind, StoredMessage, Ticket, Version
 from areal_async.protocol.wire import decode_headers
 from areal_async.telemetry import spans, wait_graph
-from areal_async.trainer.batch.cut import RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.cut import RetryLater, Settle, StreamRoom
 from areal_async.trainer.batch.limits import TrainingLimits
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.planner import BatchPlanner
@@ -159,7 +159,7 @@ class BatchFeed:
                 match planner.decide(now=time.monotonic(), room=self._room):
                     case Settle(group_ids, kind, reason):
                         await self.settle(group_ids, kind, reason=reason, step=planner.step)
-                    case Write(entry):
+                    case Cut() as entry:
                         with spans.cut(entry, planner.messages.deliveries):
                             await self.lineage.write_cut(entry)
                         planner.note_written(entry)

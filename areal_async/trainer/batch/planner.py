@@ -35,7 +35,7 @@ from areal_async.protocol.types import (
     mean,
 )
 from areal_async.telemetry import wait_graph
-from areal_async.trainer.batch.cut import Decision, OpenGroup, RetryLater, Settle, SpanAge, StreamRoom, Write
+from areal_async.trainer.batch.cut import Decision, OpenGroup, RetryLater, Settle, SpanAge, StreamRoom
 from areal_async.trainer.batch.messages import D, UnackedMessages
 
 OVER_AGE = "older than max_staleness"
@@ -198,7 +198,7 @@ class BatchPlanner(Generic[D]):
         if left := [group.group_id for group in self._without_end if group.group_id not in self._recorded]:
             return Settle(left, OutcomeKind.ABANDONED, "its cut was given up")
         if self.is_stopping or self.step > self.settings.run.steps:
-            return Write(Cut(kind=CutKind.END, lineage=self.lineage, step=self.step))
+            return Cut(kind=CutKind.END, lineage=self.lineage, step=self.step)
         if self.step > self._allowed_step:
             return RetryLater(f"step {self._allowed_step} to be trained, before cutting step {self.step}")
         unfit = self._first_unfit()
@@ -208,9 +208,9 @@ class BatchPlanner(Generic[D]):
         if plan.stale:
             return self._too_old(plan.stale)
         if room is not StreamRoom.AMPLE and self.unacked_cuts and self._asked_step < self.step:
-            return Write(Cut(kind=CutKind.CHECKPOINT, lineage=self.lineage, step=self.step - 1))
+            return Cut(kind=CutKind.CHECKPOINT, lineage=self.lineage, step=self.step - 1)
         if plan.is_ready:
-            return Write(self._cut(plan))
+            return self._cut(plan)
         made = None if room is StreamRoom.AMPLE else self._make_room(plan, room)
         return made or self._overdue(plan, now) or self._wait(plan)
 
@@ -379,7 +379,7 @@ class BatchPlanner(Generic[D]):
         if self.unacked_cuts:
             return RetryLater(f"the checkpoint of step {self.step - 1}, which makes room in the stream")
         if plan.taken and not plan.waits_for:
-            return Write(self._cut(plan))
+            return self._cut(plan)
         stored = [group for group in self.open.values() if group.slots]
         if room is StreamRoom.SCARCE or not stored:
             return None

@@ -5,7 +5,7 @@ import pytest
 from areal_async.config.settings import RolloutSettings, Settings
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Cut, CutKind, OutcomeKind, Slot, SlotStatus, StoredMessage, Ticket
-from areal_async.trainer.batch.cut import RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.cut import RetryLater, Settle, StreamRoom
 from areal_async.trainer.batch.planner import BatchPlanner
 
 SETTINGS = Settings.model_validate(
@@ -42,14 +42,14 @@ class Desk:
         )  # fmt: skip
         self.planner.receive(message, self._sequence)
 
-    def decide(self, room: StreamRoom) -> Settle | Write | RetryLater:
+    def decide(self, room: StreamRoom) -> Settle | Cut | RetryLater:
         return self.planner.decide(now=0.0, room=room)
 
     def write(self, room: StreamRoom) -> Cut:
         decision = self.decide(room)
-        assert isinstance(decision, Write)
-        self.planner.note_written(decision.entry)
-        return decision.entry
+        assert isinstance(decision, Cut)
+        self.planner.note_written(decision)
+        return decision
 
     def checkpoint(self, step: int) -> None:
         self.planner.note_recorded(self.planner.of_checkpoint(step))

@@ -10,7 +10,7 @@ from areal_async.config.settings import Settings
 from areal_async.errors import FencedError
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind, Slot, SlotStatus, StoredMessage
-from areal_async.trainer.batch.cut import Decision, RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.cut import Decision, RetryLater, Settle, StreamRoom
 from areal_async.trainer.batch.planner import OVER_AGE, BatchPlanner
 
 
@@ -90,9 +90,9 @@ def test_a_full_batch_is_written_and_the_next_step_waits_to_be_allowed() -> None
 
     decision = bench.decide()
 
-    assert isinstance(decision, Write)
-    assert [group.group_id for group in decision.entry.groups] == ["0-1-0", "0-2-0"]
-    bench.planner.note_written(decision.entry)
+    assert isinstance(decision, Cut)
+    assert [group.group_id for group in decision.groups] == ["0-1-0", "0-2-0"]
+    bench.planner.note_written(decision)
     assert bench.decide() == RetryLater("step 1 to be trained, before cutting step 2")
 
 
@@ -148,8 +148,8 @@ def test_a_stop_ends_the_journal() -> None:
 
     decision = bench.decide()
 
-    assert isinstance(decision, Write)
-    assert decision.entry.kind is CutKind.END
+    assert isinstance(decision, Cut)
+    assert decision.kind is CutKind.END
 
 
 @pytest.mark.parametrize(("when_stale", "kind"), [("wait", OutcomeKind.ABANDONED), ("drop", OutcomeKind.STALE)])
@@ -240,7 +240,7 @@ def test_a_lower_bound_and_another_rate_stand_in_the_next_cut_and_no_group_beyon
     bench = Bench(step=2)
     for index, version in ((1, "1-0"), (2, "1-1"), (3, "1-1")):
         bench.add(_message(index, 0, 1, oldest=version))
-    assert isinstance(bench.decide(), Write), "it was fresh enough before"
+    assert isinstance(bench.decide(), Cut), "it was fresh enough before"
 
     changed = {"rollout.max_staleness": 0, "algorithm.eps_clip": 0.1}
     bench.planner.settings = settings_of_step(bench.planner.settings, lr=1e-6, numbers=changed)
@@ -250,10 +250,10 @@ def test_a_lower_bound_and_another_rate_stand_in_the_next_cut_and_no_group_beyon
     bench.planner.open.pop("0-1-0", None)
     decision = bench.decide()
 
-    assert isinstance(decision, Write)
-    assert (decision.entry.max_staleness, decision.entry.lr) == (0, 1e-6)
-    assert decision.entry.numbers["algorithm.eps_clip"] == 0.1
-    assert [group.group_id for group in decision.entry.groups] == ["0-2-0", "0-3-0"]
+    assert isinstance(decision, Cut)
+    assert (decision.max_staleness, decision.lr) == (0, 1e-6)
+    assert decision.numbers["algorithm.eps_clip"] == 0.1
+    assert [group.group_id for group in decision.groups] == ["0-2-0", "0-3-0"]
 
 
 def test_groups_whose_cut_was_given_up_end_before_anything_is_cut_anew() -> None:
@@ -265,8 +265,8 @@ def test_groups_whose_cut_was_given_up_end_before_anything_is_cut_anew() -> None
     bench.planner.note_recorded(bench.planner.of_untrained(["0-1-0"], OutcomeKind.ABANDONED, reason="", step=1))
 
     decision = bench.decide()
-    assert isinstance(decision, Write)
-    assert [group.group_id for group in decision.entry.groups] == ["0-2-0", "0-3-0"]
+    assert isinstance(decision, Cut)
+    assert [group.group_id for group in decision.groups] == ["0-2-0", "0-3-0"]
 
 
 def test_the_groups_of_an_inherited_cut_are_not_cut_again_and_wait_for_its_checkpoint() -> None:
@@ -276,8 +276,8 @@ def test_the_groups_of_an_inherited_cut_are_not_cut_again_and_wait_for_its_check
 
     decision = bench.decide()
 
-    assert isinstance(decision, Write)
-    assert [group.group_id for group in decision.entry.groups] == ["0-2-0", "0-3-0"]
+    assert isinstance(decision, Cut)
+    assert [group.group_id for group in decision.groups] == ["0-2-0", "0-3-0"]
     outcomes = bench.planner.of_checkpoint(1)
     assert [(one.group_id, one.kind) for one in outcomes] == [("0-1-0", OutcomeKind.TRAINED)]
     bench.planner.note_recorded(outcomes)
