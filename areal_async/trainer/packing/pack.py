@@ -128,13 +128,15 @@ def _cheapest_first(costs: Sequence[int], num_parts: int, *, lengths: Sequence[i
     free = [room] * num_parts
     loads = [(0, part) for part in range(num_parts)]
     for index in _decreasing(costs):
-        place = next((place for place, (_, part) in enumerate(loads) if free[part] >= lengths[index]), None)
-        if place is None:
+        for place, (load, part) in enumerate(loads):
+            if free[part] >= lengths[index]:
+                del loads[place]
+                insort(loads, (load + costs[index], part))
+                parts[part].append(index)
+                free[part] -= lengths[index]
+                break
+        else:
             return []
-        load, part = loads.pop(place)
-        parts[part].append(index)
-        free[part] -= lengths[index]
-        insort(loads, (load + costs[index], part))
     return parts
 
 
