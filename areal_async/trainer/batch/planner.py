@@ -392,7 +392,13 @@ class BatchPlanner(Generic[D]):
         incomplete = plan.waits_for or [group for group in self.open.values() if not group.is_complete]
         oldest = heapq.nsmallest(MAX_NAMED, incomplete, key=lambda group: group.order)
         on = tuple(wait_graph.group(group.group_id) for group in oldest)
-        return RetryLater(_describe(self.step, plan), on or (wait_graph.ADMISSION,))
+        what_for = f"{plan.num_missing} more complete groups for step {self.step}"
+        if due := plan.waits_for:
+            named = ", ".join(group.group_id for group in due[:MAX_NAMED])
+            stored, wanted = sum(len(group.slots) for group in due), sum(group.group_size for group in due)
+            slots = f"{len(due)} groups, {stored} of {wanted} slots stored"
+            what_for = f"due groups of step {self.step}: {named} ({slots})"
+        return RetryLater(what_for, on or (wait_graph.ADMISSION,))
 
     def _overdue(self, plan: CutPlan, now: float) -> Settle | None:
         deadlines = {
@@ -436,12 +442,3 @@ def plan_cut(groups: Iterable[OpenGroup], rollout: RolloutSettings, *, age: Span
     room = max(0, rollout.batch_groups - len(due))
     taken = sorted(due, key=lambda group: group.order) + [group for _, _, group in others[:room]]
     return CutPlan(taken=taken, stale=stale, waits_for=waits_for, num_missing=max(0, rollout.batch_groups - len(taken)))
-
-
-def _describe(step: int, plan: CutPlan) -> str:
-    if plan.waits_for:
-        named = ", ".join(group.group_id for group in plan.waits_for[:MAX_NAMED])
-        stored = sum(len(group.slots) for group in plan.waits_for)
-        wanted = sum(group.group_size for group in plan.waits_for)
-        return f"due groups of step {step}: {named} ({len(plan.waits_for)} groups, {stored} of {wanted} slots stored)"
-    return f"{plan.num_missing} more complete groups for step {step}"

@@ -15,6 +15,9 @@ from areal_async.protocol.types import Cut, CutKind
 from areal_async.trainer.batch.lineage import read_entry
 from areal_async.trainer.batch.payloads import RankShard
 
+Fetch = Callable[[Cut], Awaitable[RankShard]]
+"""Returns this rank's shard of a cut."""
+
 
 class JournalReader:
     """Follows the log; hands out the cut of a step once it is there."""
@@ -56,12 +59,7 @@ class JournalReader:
                 return None
             await self._changed.wait()
 
-    async def run_prefetch(
-        self,
-        fetch: Callable[[Cut], Awaitable[RankShard]],
-        send: MemoryObjectSendStream[RankShard | None],
-        first_step: int,
-    ) -> None:
+    async def run_prefetch(self, fetch: Fetch, send: MemoryObjectSendStream[RankShard | None], first_step: int) -> None:
         """Hand over what the journal says next: a batch, fetched, or None for a checkpoint before it."""
         async with send:
             step, is_checkpointed = first_step, False

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
-from areal_async.config.settings import Settings, TrainerSettings
+from areal_async.config.settings import Settings
 from areal_async.process.atomic_folders import LEDGER, keep_newest, versions_in
 from areal_async.process.json_lines import json_lines
 from areal_async.protocol.types import Version, mean
@@ -30,7 +30,8 @@ def keep(run_directory: Path, settings: Settings, *, recorded: Version) -> None:
     """
     folder, trainer = run_directory / "checkpoints", settings.trainer
     there = versions_in(folder)
-    also = {recorded} | {version for version in there if _is_milestone(version, trainer)}
+    every = trainer.keep_every_steps
+    also = {recorded} | {version for version in there if every is not None and version.step % every == 0}
     best = name_best(run_directory, settings)
     if best is not None:
         also.add(best)
@@ -123,10 +124,6 @@ def awaited(checkpoints: Iterable[Version], evaluated: Collection[Version], *, e
     newest = max((version.step for version in evaluated), default=-1)
     due = [version for version in checkpoints if version.step > newest and not version.step % every_steps]
     return set(sorted(due)[-NUM_AWAITED:])
-
-
-def _is_milestone(version: Version, trainer: TrainerSettings) -> bool:
-    return trainer.keep_every_steps is not None and version.step % trainer.keep_every_steps == 0
 
 
 def _accuracies(run_directory: Path) -> dict[Version, float]:
