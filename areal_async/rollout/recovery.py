@@ -15,7 +15,7 @@ from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.publish import Outbox
 from areal_async.rollout.settled import SettledGroups
 from areal_async.rollout.slots import failed_trajectory, missing_siblings
-from areal_async.rollout.user_code.loop_block_report import HELD_UP, LoopBlock, LoopBlockFile
+from areal_async.rollout.user_code.loop_block_report import HELD_UP, LoopBlockFile, Work
 from areal_async.telemetry import wait_graph
 
 log = structlog.get_logger()
@@ -41,57 +41,52 @@ async def recover(node: NodeContext, file: LoopBlockFile) -> set[RowKey]:
     """
     block = file.read()
     ended: set[RowKey] = set()
-    if block is not None and block.work is not None:
-        if block.work.ticket is not None:
-            await _store_slots(node, block, block.work.ticket)
-        if (row := block.work.eval_ticket) is not None:
+    if block is not None and (work := block.work) is not None:
+        if work.ticket is not None:
+            await _store_slots(node, work.ticket, work, block.reason)
+        if (row := work.eval_ticket) is not None:
             result = EvalResult(eval_id=row.eval_id, index=row.index, error=block.reason, sample=row.sample)
             await publish_result(node, row, result)
             ended.add(row_key(row))
-        log.warning("blockage.recorded", workflow=block.work.workflow, slot=block.work.name, at=block.place)
+        log.warning("blockage.recorded", workflow=work.workflow, slot=work.name, at=block.place)
     file.remove()
     return ended
 
 
-async def _store_slots(node: NodeContext, block: LoopBlock, ticket: Ticket) -> None:
+async def _store_slots(node: NodeContext, ticket: Ticket, culprit: Work, reason: str) -> None:
     if (await SettledGroups(node.bus).among([ticket]))[0]:
         return
-    siblings = _to_fail(ticket, await stored_messages(node, ticket), block)
-    if not siblings:
-        return
+    reasons = _reasons(ticket, await stored_messages(node, ticket), culprit, reason)
     outbox = Outbox(
         node.bus,
         ticket,
         producer=f"{node.node_id}.{secrets.token_hex(4)}",
-        num_expected=len(siblings),
+        num_expected=len(reasons),
         linger_s=0.0,
         backpressure=node.backpressure,
         publish_log=node.publish_log,
     )
-    work = block.work
-    for sibling, reason in siblings.items():
-        is_culprit = work is not None and sibling == work.sibling
-        uid = work.sample_uid if is_culprit and work else f"{ticket.group_id}.{sibling}.{node.node_id}.not_run"
+    for sibling, why in reasons.items():
+        is_culprit = sibling == culprit.sibling
+        uid = culprit.sample_uid if is_culprit else f"{ticket.group_id}.{sibling}.{node.node_id}.not_run"
         slot = Slot(
             sibling=sibling, sample_uid=uid, status=SlotStatus.FAILED, oldest=ticket.version, newest=ticket.version
         )
-        outbox.put(failed_trajectory(slot, reason))
+        outbox.put(failed_trajectory(slot, why))
     with wait_graph.on(wait_graph.BROKER, "slots to be stored by", waiter=wait_graph.node(node.node_id)):
         await outbox.run()
 
 
-def _to_fail(ticket: Ticket, stored: list[StoredMessage], block: LoopBlock) -> dict[int, str]:
+def _reasons(ticket: Ticket, stored: list[StoredMessage], culprit: Work, reason: str) -> dict[int, str]:
     """Return the siblings to store as failed, each with its reason; none where that was done before."""
-    assert block.work is not None
     slots = [slot for message in stored for slot in message.slots]
-    if any(slot.sample_uid == block.work.sample_uid for slot in slots):
+    if any(slot.sample_uid == culprit.sample_uid for slot in slots):
         return {}
     missing = missing_siblings(ticket, stored)
-    if block.work.is_whole_group:
-        return dict.fromkeys(missing, block.reason)
-    culprit = block.work.sibling
-    reasons = {culprit: block.reason} if culprit in missing else {}
+    if culprit.is_whole_group:
+        return dict.fromkeys(missing, reason)
+    reasons = {culprit.sibling: reason} if culprit.sibling in missing else {}
     if any(HELD_UP in slot.reason for slot in slots):
-        others = f"workflow {ticket.workflow}: not run, as two siblings {HELD_UP} of a node; the last, {block.reason}"
-        reasons |= {sibling: others for sibling in missing if sibling != culprit}
+        others = f"workflow {ticket.workflow}: not run, as two siblings {HELD_UP} of a node; the last, {reason}"
+        reasons |= {sibling: others for sibling in missing if sibling != culprit.sibling}
     return reasons
