@@ -26,8 +26,6 @@ from areal_async.rollout.endpoint.content import (
     StopString,
     TextPart,
     chosen_tools,
-    function_call,
-    function_tool,
     text_of,
     tool_result,
     with_named_results,
@@ -35,6 +33,8 @@ from areal_async.rollout.endpoint.content import (
 from areal_async.rollout.endpoint.reading import Unsupported, read
 from areal_async.rollout.endpoint.refusals import Refusal, anthropic_error, refuse_if
 from areal_async.rollout.endpoint.request import ApiRequest, call_of
+from areal_async.rollout.policy.messages import function_call
+from areal_async.rollout.tools.schema import function_schema
 
 _STOP_REASON: dict[Finish, str] = {
     "stop": "end_turn", "stop_sequence": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use",
@@ -140,7 +140,7 @@ def _tools(request: _MessagesRequest) -> tuple[list[dict[str, Any]], ToolChoice]
             f"tools[{number}]",
             f"got {tool.name!r:.80} of type {tool.type!r:.50}, need the client's own tool with an input_schema",
         )
-        tools.append(function_tool(tool.name, tool.description, tool.input_schema))
+        tools.append(function_schema(tool.name, tool.description, tool.input_schema))
     wanted = request.tool_choice or _MessagesToolChoice("auto")
     kind = {"auto": "auto", "any": "required", "tool": "one", "none": "none"}[wanted.type]
     names = [wanted.name] if wanted.name else []

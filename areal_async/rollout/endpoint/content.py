@@ -38,18 +38,6 @@ def text_of(content: str | Sequence[TextPart] | None, *, types: Sequence[str], p
     return "\n".join(texts)
 
 
-def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the schema of a tool as chat templates take it."""
-    about = {"description": description} if description else {}
-    empty = {"type": "object", "properties": {}}
-    return {"type": "function", "function": {"name": name, **about, "parameters": parameters or empty}}
-
-
-def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return a call as OpenAI's chat API writes it."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
 def tool_result(call_id: str, text: str) -> dict[str, Any]:
     """Return the answer to a call."""
     return {"role": "tool", "tool_call_id": call_id, "content": text}

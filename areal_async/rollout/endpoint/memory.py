@@ -7,6 +7,7 @@ answered the same conversation goes first, and of those the latest.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import msgspec
 
 from areal_async.api import Message, Reply
 from areal_async.rollout.endpoint.calls import ReportedReply
-from areal_async.rollout.policy.json_size import has_too_many_values
+from areal_async.rollout.policy.json_size import decode_object
 
 _KEY_BYTES = 16
 _encoder = msgspec.json.Encoder(order="deterministic")
@@ -75,9 +76,7 @@ def _essence(message: Message) -> list[Any]:
 def _call_essence(call: Mapping[str, Any]) -> list[Any]:
     function = call["function"]
     arguments = function["arguments"]
-    try:
-        if not has_too_many_values(arguments):
-            arguments = _encoder.encode(msgspec.json.decode(arguments)).decode()
-    except (msgspec.DecodeError, RecursionError, UnicodeError, OverflowError):
-        pass  # no JSON, or too much: compared as it is written
+    with suppress(OverflowError):  # no object, or too much: compared as it is written
+        if (decoded := decode_object(arguments)) is not None:
+            arguments = _encoder.encode(decoded).decode()
     return [call["id"], function["name"], arguments]

@@ -28,8 +28,6 @@ from areal_async.rollout.endpoint.content import (
     StopString,
     TextPart,
     chosen_tools,
-    function_call,
-    function_tool,
     text_of,
     tool_result,
     with_named_results,
@@ -37,6 +35,8 @@ from areal_async.rollout.endpoint.content import (
 from areal_async.rollout.endpoint.reading import Unsupported, read
 from areal_async.rollout.endpoint.refusals import Refusal, openai_error, refuse_if
 from areal_async.rollout.endpoint.request import ANY_OBJECT, ApiRequest, call_of
+from areal_async.rollout.policy.messages import function_call
+from areal_async.rollout.tools.schema import function_schema
 
 _FINISH: dict[Finish, str] = {"stop": "stop", "stop_sequence": "stop", "length": "length", "tool_calls": "tool_calls"}
 
@@ -176,7 +176,7 @@ def _form(wanted: _ChatFormat | None) -> Form | None:
 def _tools(request: _ChatRequest) -> tuple[list[dict[str, Any]], ToolChoice]:
     """Return what the model is told of, and what it may call of that."""
     tools = [
-        function_tool(tool.function.name, tool.function.description, tool.function.parameters)
+        function_schema(tool.function.name, tool.function.description, tool.function.parameters)
         for tool in request.tools or ()
     ]
     choose = partial(chosen_tools, tools, is_single=request.parallel_tool_calls is False)

@@ -27,8 +27,6 @@ from areal_async.rollout.endpoint.content import (
     Name,
     TextPart,
     chosen_tools,
-    function_call,
-    function_tool,
     text_of,
     tool_result,
     with_named_results,
@@ -37,6 +35,8 @@ from areal_async.rollout.endpoint.openai_chat import logprob_items
 from areal_async.rollout.endpoint.reading import Unsupported, read
 from areal_async.rollout.endpoint.refusals import Refusal, refuse_if
 from areal_async.rollout.endpoint.request import ANY_OBJECT, ApiRequest, call_of
+from areal_async.rollout.policy.messages import function_call
+from areal_async.rollout.tools.schema import function_schema
 
 _LOGPROBS = "message.output_text.logprobs"
 _TEXTS = ("input_text", "output_text", "text")
@@ -188,7 +188,7 @@ def _tools(request: _ResponsesRequest) -> tuple[list[dict[str, Any]], ToolChoice
     for number, tool in enumerate(request.tools or ()):
         is_function = tool.type == "function" and tool.name is not None
         refuse_if(not is_function, f"tools[{number}]", f"got type {tool.type!r:.50}, need a named function")
-        tools.append(function_tool(tool.name or "", tool.description, tool.parameters))
+        tools.append(function_schema(tool.name or "", tool.description, tool.parameters))
     choose = partial(chosen_tools, tools, is_single=request.parallel_tool_calls is False)
     wanted = request.tool_choice
     if wanted is None or isinstance(wanted, str):

@@ -12,7 +12,7 @@ import msgspec
 
 from areal_async.rollout.endpoint.calls import CompletionRequest, Form, FormKind, ToolChoice
 from areal_async.rollout.endpoint.refusals import refuse_if
-from areal_async.rollout.policy.json_size import has_too_many_values
+from areal_async.rollout.policy.json_size import decode_object
 
 Schema = dict[str, Any] | str
 """A JSON schema, or its text."""
@@ -145,12 +145,9 @@ def _object(name: str, kind: FormKind, value: Any) -> Any:
     """Return what may be an object or its text as an object; a pattern or a grammar as it is."""
     if kind not in ("json_schema", "structural_tag"):
         return value
-    try:
-        if isinstance(value, str):
-            value = None if has_too_many_values(value) else msgspec.json.decode(value)
-    except (msgspec.DecodeError, RecursionError, UnicodeError):
-        value = None
-    refuse_if(not isinstance(value, dict), name, "got a text that is no JSON object, need an object or its text")
+    if isinstance(value, str):
+        value = decode_object(value)
+    refuse_if(value is None, name, "got a text that is no JSON object, need an object or its text")
     is_tag = kind == "structural_tag"
     refuse_if(is_tag and not isinstance(value.get("format"), dict), name, 'need {"format": {...}}')
     return value

@@ -3,6 +3,10 @@
 A thread for them would not help: a decoder keeps the interpreter to itself.
 """
 
+from typing import Any
+
+import msgspec
+
 MAX_JSON_VALUES = 1 << 17
 """A decoder takes some ten milliseconds for so many. A conversation has seven for each message."""
 
@@ -18,3 +22,12 @@ def has_too_many_values(text: str | bytes, *, most: int = MAX_JSON_VALUES) -> bo
         return True
     frame = b"".join(written.split(b'"')[::2])
     return num_strings + sum(map(frame.count, (b",", b"[", b"{"))) > most
+
+
+def decode_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a text is; ``None`` where it is none, or has too many values."""
+    try:
+        value = None if has_too_many_values(text) else msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return None
+    return value if isinstance(value, dict) else None

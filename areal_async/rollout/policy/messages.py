@@ -7,7 +7,7 @@ import msgspec
 
 from areal_async.api import Message, ToolCall
 from areal_async.errors import WorkflowError
-from areal_async.rollout.policy.json_size import has_too_many_values
+from areal_async.rollout.policy.json_size import decode_object
 
 _SHAPE = 'a list of messages, [{"role": "user", "content": "..."}]'
 
@@ -63,13 +63,8 @@ def _with_objects(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
-    if has_too_many_values(function["arguments"]):
-        return call
-    try:
-        arguments = msgspec.json.decode(function["arguments"], type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+    arguments = decode_object(function["arguments"])
+    return call if arguments is None else {**call, "function": {**function, "arguments": arguments}}
 
 
 def reply_message(text: str, content: str, calls: list[ToolCall]) -> dict[str, Any]:
@@ -80,11 +75,11 @@ def reply_message(text: str, content: str, calls: list[ToolCall]) -> dict[str, A
         "role": "assistant",
         "content": content,
         "tool_calls": [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()},
-            }
-            for call in calls
+            function_call(call.id, call.name, msgspec.json.encode(call.arguments).decode()) for call in calls
         ],
     }
+
+
+def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call as OpenAI's chat API writes it; ``arguments`` is JSON."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

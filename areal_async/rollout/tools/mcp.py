@@ -24,6 +24,7 @@ from jsonschema import Draft202012Validator, SchemaError
 from areal_async.errors import ToolError, WorkflowError
 from areal_async.process.per_loop import PerLoop
 from areal_async.rollout.tools.mcp_connection import START_DEADLINE_S, Address, McpConnection
+from areal_async.rollout.tools.schema import function_schema
 
 if TYPE_CHECKING:
     from mcp_types import CallToolResult, ContentBlock, Tool
@@ -143,11 +144,9 @@ def _tool(
     except SchemaError as exc:
         raise WorkflowError(f"{address}: tool {tool.name!r:.100} has no valid schema: {exc.message:.200}") from exc
     name = _NOT_IN_NAMES.sub("_", tool.name)[:_MAX_NAME_CHARACTERS]
-    description = {"description": tool.description} if tool.description else {}
-    function = {"name": name, **description, "parameters": tool.input_schema}
     return McpTool(
         name=name,
-        schema={"type": "function", "function": function},
+        schema=function_schema(name, tool.description, tool.input_schema),
         timeout_s=timeout_s,
         _own_name=tool.name,
         _connect=connect,

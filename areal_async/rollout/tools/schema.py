@@ -67,6 +67,13 @@ def describe_tool(tool: RunnableTool) -> Tool:
     return _take_description(tool) if isinstance(tool, DescribedTool) else _describe_function(tool)
 
 
+def function_schema(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what a model is told of a function, as OpenAI writes it and chat templates take it."""
+    about = {"description": description} if description else {}
+    empty = {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, **about, "parameters": parameters or empty}}
+
+
 def _take_description(tool: DescribedTool) -> Tool:
     schema = dict(tool.schema)
     function = schema.get("function")
@@ -88,14 +95,10 @@ def _describe_function(function: Callable[..., Any]) -> Tool:
     summary, notes = read_docstring(inspect.getdoc(function) or "")
     fields = [_field(name, parameter, notes) for parameter in _parameters(function, name)]
     arguments = msgspec.defstruct(name.replace("-", "_"), fields, kw_only=True, forbid_unknown_fields=True)
-    description = {"description": summary} if summary else {}
     return Tool(
         name=name,
         function=function,
-        schema={
-            "type": "function",
-            "function": {"name": name, **description, "parameters": _json_schema(name, arguments)},
-        },
+        schema=function_schema(name, summary, _json_schema(name, arguments)),
         arguments=arguments,
         timeout_s=getattr(function, _TIMEOUT, None),
     )
