@@ -152,8 +152,6 @@ def _work(name: str, function: Callable[[], Any], future: Future[Any]) -> None:
         future.set_result(result)
     except (ArealError, Reject) as exc:
         future.set_exception(exc)
-    except SystemExit as exc:
-        future.set_exception(ToolError(f"{name}: called sys.exit({exc.code!r})"))
     except BaseException as exc:  # noqa: BLE001  # nobody else would hear of it, and the caller would wait
         future.set_exception(ToolError(describe(name, exc)))
 

@@ -45,9 +45,12 @@ def _causes_in(exc: BaseException) -> list[BaseException]:
 def describe(what: str, exc: BaseException) -> str:
     """Return ``what: Type: message`` on one line, shortened; of a group, its first error's, and how many more."""
     first, *others = _causes_in(exc)
-    message = text_of(first)
-    told = f"{what}: {type(first).__name__}: {message}" if message else f"{what}: {type(first).__name__}"
-    return f"{told} (and {len(others)} more error{'s' if len(others) > 1 else ''})" if others else told
+    if isinstance(first, SystemExit):
+        told = f"called sys.exit({shown(first.code)})"
+    else:
+        told = ": ".join(filter(None, [type(first).__name__, text_of(first)]))
+    more = f" (and {len(others)} more error{'s' if len(others) > 1 else ''})" if others else ""
+    return f"{what}: {told}{more}"
 
 
 def text_of(exc: BaseException) -> str:

@@ -120,7 +120,8 @@ class ScopedCoroutine(Coroutine[Any, Any, T]):
         try:
             return step(*given)
         except (SystemExit, KeyboardInterrupt) as exc:
-            raise self._instead_of(exc) from exc
+            # Asyncio lets these two out of the loop, and with them goes the process.
+            raise AbnormalExit(describe(self.scope.name, exc)) from exc
 
     def _end(self) -> None:
         try:
@@ -128,12 +129,6 @@ class ScopedCoroutine(Coroutine[Any, Any, T]):
         except BaseException as exc:  # noqa: BLE001  # its last words, while it is thrown away
             log.warning("task.ended", owner=self.scope.name, cause=describe("while it was ended", exc))
         raise asyncio.CancelledError
-
-    def _instead_of(self, exc: BaseException) -> AbnormalExit:
-        """Asyncio lets these two out of the loop, and with them goes the process."""
-        if isinstance(exc, SystemExit):
-            return AbnormalExit(f"{self.scope.name}: called sys.exit({exc.code!r})")
-        return AbnormalExit(describe(self.scope.name, exc))
 
 
 async def run_within(work: Coroutine[Any, Any, T], *, name: str, deadline_s: float) -> T:

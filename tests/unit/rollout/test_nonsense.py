@@ -477,7 +477,7 @@ async def test_whatever_a_tool_does_is_told_to_the_model(tool: Callable[..., Any
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("exit", "raised: SystemExit: 3"),
+        ("exit", "raised: called sys.exit(3)"),
         ("interrupt", "raised: KeyboardInterrupt"),
         ("panic", "raised: Panic: in Rust"),
         ("kill", "its worker died with status -9"),
