@@ -23,7 +23,7 @@ from areal_async.config.settings import SamplingSettings
 from areal_async.inference.pool import ServerHandle
 from areal_async.process.gc_pauses import spare_pauses
 from areal_async.protocol.types import Turn, VersionSpan
-from areal_async.rollout.endpoint.policy import ServedPolicy
+from areal_async.rollout.endpoint.policy import PolicyMaker
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.text import load_codec
@@ -80,10 +80,8 @@ async def serve(num_trajectories: int, num_turns: int) -> None:
     spare_pauses()
     async with AsyncExitStack() as stack:
         endpoint = await stack.enter_async_context(AgentEndpoint())
-        policies = [
-            ServedPolicy(PacedModel(output_ids), codec, SamplingSettings(), name=f"t{number}", endpoint=endpoint)
-            for number in range(num_trajectories)
-        ]
+        maker = PolicyMaker(generator=PacedModel(output_ids), codec=codec, endpoint=endpoint)
+        policies = [maker.policy(SamplingSettings(), f"t{number}") for number in range(num_trajectories)]
         addresses = json.dumps([(policy.base_url, policy.api_key) for policy in policies])
         beats = asyncio.create_task(watch.run_beats())
         started, worked = time.monotonic(), time.process_time()

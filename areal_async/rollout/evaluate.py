@@ -21,21 +21,17 @@ log = structlog.get_logger()
 async def run_eval_ticket(node: NodeContext, ticket: EvalTicket, delivery: Delivery) -> None:
     """Answer one held-out prompt, store the result and acknowledge the ticket."""
     with spans.leased(ticket, delivery, node_id=node.node_id):
-        await _run(node, ticket, delivery)
-
-
-async def _run(node: NodeContext, ticket: EvalTicket, delivery: Delivery) -> None:
-    async with returned_unless_done(delivery):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run_heartbeats, delivery, node.settings.ticket_heartbeat_s)
-            row, evaluation = wait_graph.row(ticket.answer), wait_graph.evaluation(ticket.eval_id)
-            with wait_graph.doing(row, "the workflow of", waiter=evaluation), spans.answer(ticket) as span:
-                result = await _answer(node, ticket, Work(workflow=ticket.workflow, name=row, eval_ticket=ticket))
-                spans.note_result(span, result)
-            with spans.published_result(ticket), wait_graph.on(wait_graph.BROKER, "its result to be stored by"):
-                await publish_result(node, ticket, result)
-            tasks.cancel_scope.cancel()
-        await delivery.ack()
+        async with returned_unless_done(delivery):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run_heartbeats, delivery, node.settings.ticket_heartbeat_s)
+                row, evaluation = wait_graph.row(ticket.answer), wait_graph.evaluation(ticket.eval_id)
+                with wait_graph.doing(row, "the workflow of", waiter=evaluation), spans.answer(ticket) as span:
+                    result = await _answer(node, ticket, Work(workflow=ticket.workflow, name=row, eval_ticket=ticket))
+                    spans.note_result(span, result)
+                with spans.published_result(ticket), wait_graph.on(wait_graph.BROKER, "its result to be stored by"):
+                    await publish_result(node, ticket, result)
+                tasks.cancel_scope.cancel()
+            await delivery.ack()
 
 
 async def publish_result(node: NodeContext, ticket: EvalTicket, result: EvalResult) -> None:
@@ -45,7 +41,7 @@ async def publish_result(node: NodeContext, ticket: EvalTicket, result: EvalResu
 
 
 async def _answer(node: NodeContext, ticket: EvalTicket, work: Work) -> EvalResult:
-    policy = node.policy(node.settings.eval_sampling_of(ticket.workflow), name=f"eval.{ticket.answer}")
+    policy = node.policy(node.settings.eval_sampling_of(ticket.workflow), f"eval.{ticket.answer}")
     call = WorkflowCall(node.workflow(ticket.workflow, node.settings), [policy], work=work)
     (ending,) = await call.endings(Prompt(epoch=0, index=ticket.index, row=ticket.row))
     reward, error = 0.0, ""

@@ -123,26 +123,26 @@ class GroupRun:
 
     async def _run_call(self, siblings: Sequence[int]) -> None:
         """Run the one call of the workflow that fills the slots of these siblings."""
-        slots = [self._slot(sibling) for sibling in siblings]
-        name = wait_graph.slot(self._ticket.group_id, siblings[0])
+        ticket, workflow = self._ticket, self._workflow
+        slots = [
+            workflow.slot(ticket.group_id, sibling, producer=self._producer, version=ticket.version)
+            for sibling in siblings
+        ]
+        name = wait_graph.slot(ticket.group_id, siblings[0])
         counts = self._node.counts
         counts.num_trajectories_running += len(slots)
         try:
             with (
                 wait_graph.doing(name, "the workflow of"),
                 structlog.contextvars.bound_contextvars(sample_uid=slots[0].sample_uid),
-                spans.episode(self._ticket, siblings) as span,
+                spans.episode(ticket, siblings) as span,
             ):
                 policies = [
-                    self._node.policy(
-                        self._workflow.rollout.sampling,
-                        name=slot.sample_uid,
-                        max_sequence_tokens=slot.max_sequence_tokens,
-                    )
+                    self._node.policy(workflow.rollout.sampling, slot.sample_uid, slot.max_sequence_tokens)
                     for slot in slots
                 ]
-                call = WorkflowCall(self._workflow, policies, work=self._work(slots[0], name))
-                trajectories = await call.fill(self._ticket.prompt, slots)
+                call = WorkflowCall(workflow, policies, work=self._work(slots[0], name))
+                trajectories = await call.fill(ticket.prompt, slots)
                 spans.note_trajectories(span, trajectories)
         finally:
             counts.num_trajectories_running -= len(slots)
@@ -150,15 +150,6 @@ class GroupRun:
             if trajectory.slot.sibling in self._siblings:
                 counts.add(trajectory.slot)
                 self._outbox.put(trajectory)
-
-    def _slot(self, sibling: int) -> SlotSpec:
-        return SlotSpec.of(
-            self._workflow.settings,
-            workflow=self._workflow.name,
-            sibling=sibling,
-            sample_uid=f"{self._ticket.group_id}.{sibling}.{self._producer}",
-            ticket_version=self._ticket.version,
-        )
 
     def _work(self, first: SlotSpec, name: str) -> Work:
         return Work(

@@ -6,7 +6,7 @@ Pure. Invariant: ``fill_slot`` returns a trajectory whatever user code returned 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from areal_async.config.settings import MAX_CREDIT_BYTES, Settings
+from areal_async.config.settings import MAX_CREDIT_BYTES
 from areal_async.errors import Reject, RolloutError, WorkflowError
 from areal_async.protocol.fields import MAX_INFO, MAX_INFO_KEYS, OWN_INFO, is_info_key
 from areal_async.protocol.types import (
@@ -46,21 +46,6 @@ class SlotSpec:
     """Size of the rewards of its replies, in the header."""
     one_reward_for: str = ""
     """The setting that takes one reward for a whole trajectory; empty where its replies may have their own."""
-
-    @classmethod
-    def of(cls, settings: Settings, *, workflow: str, sibling: int, sample_uid: str, ticket_version: str) -> "SlotSpec":
-        """Return the slot with the bounds that a run's settings have for it."""
-        rollout = settings.rollout_of(workflow)
-        return cls(
-            workflow=workflow,
-            sibling=sibling,
-            sample_uid=sample_uid,
-            ticket_version=ticket_version,
-            max_bytes=rollout.max_trajectory_bytes,
-            max_sequence_tokens=settings.trainer.token_budget,
-            max_credit_bytes=rollout.max_credit_bytes,
-            one_reward_for=settings.algorithm.one_reward_for,
-        )
 
 
 def missing_siblings(ticket: Ticket, stored: Iterable[StoredMessage]) -> list[int]:

@@ -15,7 +15,6 @@ from areal_async.protocol.types import GroupId, Prompt, Trajectory, Turn
 from areal_async.protocol.types import Sequence as TokenSequence
 from areal_async.rollout.endpoint.policy import PolicyMaker
 from areal_async.rollout.policy.merge import merge_turns
-from areal_async.rollout.slots import SlotSpec
 from areal_async.rollout.stopwatch import TimedCall, TimedGenerator, Times
 from areal_async.rollout.user_code.source_location import SourceLocation, UserCode
 from areal_async.rollout.workflow_call import TaskWorkflow, WorkflowCall
@@ -103,20 +102,11 @@ class Trial:
     async def run_siblings(self, prompt: Prompt, siblings: Sequence[int]) -> list[Attempt]:
         """Run what one call of the workflow fills, as ``group`` does for a ticket."""
         group_id = str(GroupId(prompt.epoch, prompt.index, 0))
-        slots = [
-            SlotSpec.of(
-                self._workflow.settings,
-                workflow=self._workflow.name,
-                sibling=sibling,
-                sample_uid=f"{group_id}.{sibling}.{TRIAL}",
-                ticket_version=self._version,
-            )
-            for sibling in siblings
-        ]
+        slots = [self._workflow.slot(group_id, sibling, producer=TRIAL, version=self._version) for sibling in siblings]
         generators = [TimedGenerator(self._policies.generator) for _ in slots]
         policies = [
             replace(self._policies, generator=generator).policy(
-                self._sampling, name=slot.sample_uid, max_sequence_tokens=slot.max_sequence_tokens
+                self._sampling, slot.sample_uid, slot.max_sequence_tokens
             )
             for generator, slot in zip(generators, slots, strict=True)
         ]

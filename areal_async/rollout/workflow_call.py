@@ -7,9 +7,7 @@ cancellation of who awaits it and errors that end the process.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from copy import deepcopy
-from types import TracebackType
 from typing import Any
 
 from areal_async.api import GroupWorkflow, Policy, RewardModel, Workflow, is_group_workflow
@@ -55,6 +53,23 @@ class TaskWorkflow:
         self._function: Callable[..., Any] = function
         self._taken = policies_taken(function, settings.policies)
         self._frozen = frozen or {}
+
+    def slot(self, group_id: str, sibling: int, *, producer: str, version: str) -> SlotSpec:
+        """Return a slot that a call is to fill, with the bounds that the settings have for it.
+
+        Args:
+            version: the ticket's.
+        """
+        return SlotSpec(
+            workflow=self.name,
+            sibling=sibling,
+            sample_uid=f"{group_id}.{sibling}.{producer}",
+            ticket_version=version,
+            max_bytes=self.rollout.max_trajectory_bytes,
+            max_sequence_tokens=self.settings.trainer.token_budget,
+            max_credit_bytes=self.rollout.max_credit_bytes,
+            one_reward_for=self.settings.algorithm.one_reward_for,
+        )
 
     async def __call__(self, prompt: Prompt, policies: Sequence[ServedPolicy]) -> object:
         """Call the user's function with one policy, or with those of all siblings where it sees a group."""
@@ -155,25 +170,19 @@ class WorkflowCall:
     async def _call(self, prompt: Prompt) -> object:
         """Be the coroutine of the scope's first task."""
         try:
-            with attributed_to(WorkflowError, self._what), ExitStack() as ending:
-                ending.push(self._note_error)
-                return await self._workflow(prompt, self._policies)
+            with attributed_to(WorkflowError, self._what):
+                try:
+                    return await self._workflow(prompt, self._policies)
+                except BaseException as exc:
+                    self.error = exc
+                    raise
         except RolloutError as exc:
-            self._fail_with_agent(exc)
+            for failure in (failure for policy in self._policies for failure in policy.failures):
+                raise failure from exc  # what an agent was denied last is why the function raised
             raise
         finally:
             self._agent_failures = [policy.failures for policy in self._policies]
             self._close()
-
-    def _note_error(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.error = error
-
-    def _fail_with_agent(self, error: RolloutError) -> None:
-        """Raise what an agent was denied last, where that is why the function raised."""
-        for failure in (failure for policy in self._policies for failure in policy.failures):
-            raise failure from error
 
     def _close(self) -> None:
         for policy in self._policies:

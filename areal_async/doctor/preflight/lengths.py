@@ -22,7 +22,7 @@ from areal_async.doctor.preflight.findings import PreflightFinding, error, good,
 from areal_async.errors import GenerationError, Reject, RolloutError, UserError
 from areal_async.inference.pool import KEPT_TOKENS, MIN_ROOM_TOKENS, ServerHandle, ServerPool
 from areal_async.protocol.types import Prompt, Turn
-from areal_async.rollout.endpoint.policy import ServedPolicy
+from areal_async.rollout.endpoint.policy import PolicyMaker
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.named_policies import FrozenModel
 from areal_async.rollout.policy.text import TextCodec, load_codec
@@ -141,7 +141,8 @@ async def _measured(settings: Settings, task: TaskSettings, rows: Any, codec: Te
 
     async def look(index: int) -> None:
         listener = _Listener()
-        policy = ServedPolicy(listener, codec, workflow.rollout.sampling, name=f"{index}", endpoint=endpoint)
+        maker = PolicyMaker(generator=listener, codec=codec, endpoint=endpoint)
+        policy = maker.policy(workflow.rollout.sampling, f"{index}")
         prompt = Prompt(epoch=0, index=index, row=rows[index])
         reason = "it returned without a call"
         async with at_once:

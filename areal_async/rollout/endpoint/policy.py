@@ -5,34 +5,43 @@ What went wrong at the endpoint is the trajectory's, as if the workflow had call
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from areal_async.config.settings import SamplingSettings
 from areal_async.errors import RolloutError
+from areal_async.inference.call_parser import EngineCallParser
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.endpoint.session import Session
 from areal_async.rollout.policy.generation import Generator
 from areal_async.rollout.policy.policy import PolicyRole, RecordingPolicy
-from areal_async.rollout.policy.replies import CallParser
 from areal_async.rollout.policy.text import TextCodec
+
+
+@dataclass(kw_only=True)
+class PolicyMaker:
+    """What the policies of all trajectories share."""
+
+    generator: Generator
+    codec: TextCodec
+    endpoint: AgentEndpoint = field(default_factory=AgentEndpoint)
+    """The maker of this enters it as well; it starts when a workflow asks for it."""
+    call_parser: EngineCallParser | None = None
+    """The servers' own parser of tool calls, where it is to be used."""
+
+    def policy(self, sampling: SamplingSettings, name: str, max_sequence_tokens: int | None = None) -> "ServedPolicy":
+        """Return a new trajectory's policy, whose answers end where a packed row of the trainer does."""
+        policy = ServedPolicy(self, sampling, name=name)
+        policy.record.max_sequence_tokens = max_sequence_tokens
+        return policy
 
 
 class ServedPolicy(RecordingPolicy):
     """One trajectory's ``contracts.Policy``, at a node that has an endpoint."""
 
     def __init__(
-        self,
-        generator: Generator,
-        codec: TextCodec,
-        sampling: SamplingSettings,
-        *,
-        name: str,
-        endpoint: AgentEndpoint,
-        call_parser: CallParser | None = None,
-        role: PolicyRole | None = None,
+        self, maker: PolicyMaker, sampling: SamplingSettings, *, name: str, role: PolicyRole | None = None
     ) -> None:
-        super().__init__(generator, codec, sampling, name=name, call_parser=call_parser, role=role)
-        self._endpoint = endpoint
+        super().__init__(maker.generator, maker.codec, sampling, name=name, call_parser=maker.call_parser, role=role)
+        self._maker = maker
         self._session: Session | None = None
         self._base_url = ""
         self._companions: list[ServedPolicy] = []
@@ -57,14 +66,13 @@ class ServedPolicy(RecordingPolicy):
     def in_role(self, role: str, sampling: SamplingSettings) -> "ServedPolicy":
         """Return the same model under another name: in the same trajectory, with conversations of its own."""
         own = PolicyRole(name=role, trajectory=self._trajectory)
-        return self._companion(
-            self._generator, self._codec, sampling, name=self._name, call_parser=self._call_parser, role=own
-        )
+        return self._companion(self._maker, sampling, name=self._name, role=own)
 
     def beside(self, role: str, generator: Generator, codec: TextCodec, sampling: SamplingSettings) -> "ServedPolicy":
         """Return another model, which speaks to this trajectory's workflow and leaves no token in it."""
         own = PolicyRole(name=role, trajectory=self._trajectory, is_trained=False)
-        return self._companion(generator, codec, sampling, name=f"{self._name}.{role}", role=own)
+        maker = PolicyMaker(generator=generator, codec=codec, endpoint=self._maker.endpoint)
+        return self._companion(maker, sampling, name=f"{self._name}.{role}", role=own)
 
     def close(self) -> None:
         """End what the workflow has left running, its agent's requests too."""
@@ -72,42 +80,18 @@ class ServedPolicy(RecordingPolicy):
         for one in self._companions:
             one.close()
         if self._session is not None:
-            self._endpoint.close(self._session)
+            self._maker.endpoint.close(self._session)
 
     def _companion(
-        self, generator: Generator, codec: TextCodec, sampling: SamplingSettings, **options: Any
+        self, maker: PolicyMaker, sampling: SamplingSettings, *, name: str, role: PolicyRole
     ) -> "ServedPolicy":
-        companion = ServedPolicy(generator, codec, sampling, endpoint=self._endpoint, **options)
+        companion = ServedPolicy(maker, sampling, name=name, role=role)
         self._companions.append(companion)
         return companion
 
     def _opened(self) -> Session:
         if self._session is None:
-            self._session = Session(
-                self,
-                self._codec,
-                limits=self._endpoint.limits,
-                unsupported=self._endpoint.unsupported,
-            )
-            self._base_url = self._endpoint.open(self._session)
+            endpoint = self._maker.endpoint
+            self._session = Session(self, self._codec, limits=endpoint.limits, unsupported=endpoint.unsupported)
+            self._base_url = endpoint.open(self._session)
         return self._session
-
-
-@dataclass(kw_only=True)
-class PolicyMaker:
-    """What the policies of all trajectories share."""
-
-    generator: Generator
-    codec: TextCodec
-    endpoint: AgentEndpoint = field(default_factory=AgentEndpoint)
-    """The maker of this enters it as well; it starts when a workflow asks for it."""
-    call_parser: CallParser | None = None
-    """The servers' own parser of tool calls, where it is to be used."""
-
-    def policy(self, sampling: SamplingSettings, *, name: str, max_sequence_tokens: int | None = None) -> ServedPolicy:
-        """Return a new trajectory's policy, whose answers end where a packed row of the trainer does."""
-        policy = ServedPolicy(
-            self.generator, self.codec, sampling, name=name, endpoint=self.endpoint, call_parser=self.call_parser
-        )
-        policy.record.max_sequence_tokens = max_sequence_tokens
-        return policy

@@ -5,8 +5,7 @@ from typing import Any
 
 from areal_async.config.settings import SamplingSettings, Settings
 from areal_async.protocol.types import Prompt, Trajectory
-from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.endpoint.server import AgentEndpoint
+from areal_async.rollout.endpoint.policy import PolicyMaker, ServedPolicy
 from areal_async.rollout.policy.generation import Generator
 from areal_async.rollout.slots import SlotSpec
 from areal_async.rollout.workflow_call import TaskWorkflow, WorkflowCall
@@ -16,7 +15,7 @@ PROMPT = Prompt(epoch=0, index=0, row={"question": "q"})
 
 
 def policy_of(model: Generator, *, name: str = "uid") -> ServedPolicy:
-    return ServedPolicy(model, codec(), SamplingSettings(), name=name, endpoint=AgentEndpoint())
+    return PolicyMaker(generator=model, codec=codec()).policy(SamplingSettings(), name)
 
 
 def slot_of(sibling: int, **bounds: Any) -> SlotSpec:

@@ -12,8 +12,7 @@ from areal_async.api import GroupWorkflow
 from areal_async.config.settings import RolloutSettings, SamplingSettings, Settings
 from areal_async.errors import RolloutError, WorkflowError
 from areal_async.protocol.types import ReplyReward, SlotStatus, Trajectory
-from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.endpoint.server import AgentEndpoint
+from areal_async.rollout.endpoint.policy import PolicyMaker, ServedPolicy
 from areal_async.rollout.publish import MAX_HEADER_BYTES, fit_one_message, header_bytes
 from areal_async.rollout.rewards.reply_rewards import Scores
 from areal_async.rollout.slots import failed_trajectory
@@ -139,7 +138,7 @@ async def test_a_denied_request_of_one_siblings_agent_fails_that_sibling() -> No
             return [WorkflowError("denied")] if self.reply_ids[:1] == ["1.1"] else []
 
     policies: list[ServedPolicy] = [
-        Denied(ScriptedModel([97]), codec(), SamplingSettings(), name=str(number), endpoint=AgentEndpoint())
+        Denied(PolicyMaker(generator=ScriptedModel([97]), codec=codec()), SamplingSettings(), name=str(number))
         for number in range(3)
     ]
 

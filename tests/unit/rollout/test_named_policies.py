@@ -13,7 +13,7 @@ from areal_async.config.settings import PolicySettings, RolloutSettings, Samplin
 from areal_async.errors import GenerationError, UserError
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.protocol.types import Prompt, SlotStatus, Trajectory, Turn
-from areal_async.rollout.endpoint.policy import ServedPolicy
+from areal_async.rollout.endpoint.policy import PolicyMaker, ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.named_policies import FrozenModel, FrozenReward, role_sampling
 from areal_async.rollout.user_code.workflows import check_all_taken, load_workflow, policies_taken
@@ -59,7 +59,7 @@ class Table:
         self.policy = self.new_policy(SAMPLING)
 
     def new_policy(self, sampling: SamplingSettings) -> ServedPolicy:
-        return ServedPolicy(self.trained, codec(), sampling, name="uid", endpoint=AgentEndpoint())
+        return PolicyMaker(generator=self.trained, codec=codec()).policy(sampling, "uid")
 
     async def play(self, workflow: Callable[..., Awaitable[Rewards]]) -> Trajectory:
         model = FrozenModel(generator=self.frozen, codec=codec(), pool=ServerPool([], deadline_s=60.0))
@@ -215,7 +215,9 @@ async def test_what_the_others_have_left_running_ends_with_the_trajectory() -> N
 @pytest.mark.parametrize("name", ["opponent", "judge"])
 async def test_agent_may_speak_with_any_of_them_and_what_it_was_denied_is_the_trajectory_s(name: str) -> None:
     async with AgentEndpoint() as endpoint:
-        policy = ServedPolicy(ScriptedModel([97, END]), codec(), SAMPLING, name="uid", endpoint=endpoint)
+        policy = PolicyMaker(generator=ScriptedModel([97, END]), codec=codec(), endpoint=endpoint).policy(
+            SAMPLING, "uid"
+        )
         other = (
             policy.in_role(name, SAMPLING)
             if name == "opponent"

@@ -6,8 +6,7 @@ import pytest
 
 from areal_async.config.settings import SamplingSettings
 from areal_async.protocol.types import Prompt
-from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.endpoint.server import AgentEndpoint
+from areal_async.rollout.endpoint.policy import PolicyMaker, ServedPolicy
 from areal_async.rollout.policy.merge import merge_turns
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 from workflows.self_play import best_move, question, read_move, self_play
@@ -19,7 +18,7 @@ async def play(
     stones: int, *moves: str, first: str = "policy", rival_takes: int = 0
 ) -> tuple[ServedPolicy, Mapping[str, float]]:
     model = ScriptedModel(*([*move.encode(), END] for move in moves))
-    policy = ServedPolicy(model, codec(), SamplingSettings(), name="uid", endpoint=AgentEndpoint())
+    policy = PolicyMaker(generator=model, codec=codec()).policy(SamplingSettings(), "uid")
     prompt = Prompt(epoch=0, index=0, row={"stones": stones, "first": first, "rival_takes": rival_takes})
     rewards = await self_play(prompt, policy, policy.in_role("opponent", SamplingSettings()))
     assert isinstance(rewards, Mapping)

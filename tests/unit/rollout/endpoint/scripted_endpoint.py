@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 
 from areal_async.config.settings import EndpointSettings, SamplingSettings
+from areal_async.inference.call_parser import EngineCallParser
 from areal_async.rollout.endpoint.admission import AdmissionLimits
-from areal_async.rollout.endpoint.policy import ServedPolicy
+from areal_async.rollout.endpoint.policy import PolicyMaker, ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.generation import Generator
-from areal_async.rollout.policy.replies import CallParser
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with
 
@@ -41,14 +41,15 @@ async def served(
     template: str = "hermes",
     name: str = "uid",
     max_new_tokens: int = 99,
-    call_parser: CallParser | None = None,
+    call_parser: EngineCallParser | None = None,
     limits: AdmissionLimits | None = None,
     **settings: Any,
 ) -> AsyncIterator[ServedPolicy]:
     """A policy with an address, at an endpoint of its own with these settings."""
     async with AgentEndpoint(EndpointSettings(**settings), limits=limits) as endpoint:
         sampling = SamplingSettings(max_new_tokens=max_new_tokens)
-        yield ServedPolicy(model, codec_with(template), sampling, name=name, endpoint=endpoint, call_parser=call_parser)
+        maker = PolicyMaker(generator=model, codec=codec_with(template), endpoint=endpoint, call_parser=call_parser)
+        yield maker.policy(sampling, name)
 
 
 @asynccontextmanager

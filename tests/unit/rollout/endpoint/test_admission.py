@@ -20,7 +20,7 @@ from areal_async.protocol.types import Turn
 from areal_async.rollout.endpoint import openai_chat
 from areal_async.rollout.endpoint.admission import CONNECTIONS_PER_SESSION, AdmissionLimits
 from areal_async.rollout.endpoint.app import LONG_BODY_BYTES
-from areal_async.rollout.endpoint.policy import ServedPolicy
+from areal_async.rollout.endpoint.policy import PolicyMaker, ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.endpoint.session import Session
 from tests.brokers import until
@@ -73,7 +73,7 @@ class Gate(ScriptedModel):
 
 
 def policy_at(endpoint: AgentEndpoint, model: ScriptedModel, name: str) -> ServedPolicy:
-    return ServedPolicy(model, codec_with("hermes"), SamplingSettings(), name=name, endpoint=endpoint)
+    return PolicyMaker(generator=model, codec=codec_with("hermes"), endpoint=endpoint).policy(SamplingSettings(), name)
 
 
 async def connect(policy: ServedPolicy, body: bytes, *, num_bytes: int | None = None) -> Any:

@@ -15,7 +15,7 @@ from areal_async.config.settings import InferenceSettings, SamplingSettings
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.pool import ServerPool
 from areal_async.protocol.types import Sequence
-from areal_async.rollout.endpoint.policy import ServedPolicy
+from areal_async.rollout.endpoint.policy import PolicyMaker, ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.text import load_codec
@@ -54,7 +54,8 @@ async def served_by(engine: Server, folder: Path) -> AsyncIterator[ServedPolicy]
         client = await stack.enter_async_context(InferenceClient(pool, InferenceSettings(), max_streams=16))
         endpoint = await stack.enter_async_context(AgentEndpoint())
         sampling = SamplingSettings(max_new_tokens=MAX_NEW_TOKENS)
-        yield ServedPolicy(client, load_codec(str(folder)), sampling, name="uid", endpoint=endpoint)
+        maker = PolicyMaker(generator=client, codec=load_codec(str(folder)), endpoint=endpoint)
+        yield maker.policy(sampling, "uid")
 
 
 def assert_engine_s_own(policy: ServedPolicy, row: Sequence, engine: Server, folder: Path) -> None:

@@ -19,7 +19,7 @@ from areal_async.config.settings import InferenceSettings, SamplingSettings
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.protocol.types import Turn
-from areal_async.rollout.endpoint.policy import ServedPolicy
+from areal_async.rollout.endpoint.policy import PolicyMaker, ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.generation import Generator
 from areal_async.rollout.policy.text import load_codec
@@ -85,7 +85,8 @@ async def served_by(engine: Server, folder: Path) -> AsyncIterator[tuple[ServedP
         client = Noting(await stack.enter_async_context(InferenceClient(pool, InferenceSettings(), max_streams=16)))
         endpoint = await stack.enter_async_context(AgentEndpoint())
         sampling = SamplingSettings(max_new_tokens=200, temperature=0.0)
-        yield ServedPolicy(client, load_codec(str(folder)), sampling, name="uid", endpoint=endpoint), client
+        maker = PolicyMaker(generator=client, codec=load_codec(str(folder)), endpoint=endpoint)
+        yield maker.policy(sampling, "uid"), client
 
 
 async def told(python: str, program: str, policy: ServedPolicy) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from areal_async.config.settings import SamplingSettings
 from areal_async.errors import GenerationError, Reject, UserError, WorkflowError
 from areal_async.inference.pool import ServerHandle
 from areal_async.protocol.types import Prompt, Turn
-from areal_async.rollout.endpoint.policy import ServedPolicy
+from areal_async.rollout.endpoint.policy import PolicyMaker
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.generation import Generator
 from areal_async.rollout.rewards.reply_rewards import Ending, Scores
@@ -85,7 +85,8 @@ class Failing(ScriptedModel):
 
 async def test_nothing_runs_until_a_workflow_asks_for_the_address() -> None:
     async with AgentEndpoint() as endpoint:
-        policy = ServedPolicy(speaker(), codec_with("hermes"), SamplingSettings(), name="uid", endpoint=endpoint)
+        maker = PolicyMaker(generator=speaker(), codec=codec_with("hermes"), endpoint=endpoint)
+        policy = maker.policy(SamplingSettings(), "uid")
 
         assert not endpoint.is_serving
         assert policy.base_url.startswith("http://127.0.0.1:")
@@ -163,7 +164,9 @@ async def test_address_that_is_none_of_this_host_s_is_refused_at_once(host: str)
 async def test_key_is_good_for_its_own_trajectory_alone_and_ends_with_it(path: str) -> None:
     async with AgentEndpoint() as endpoint:
         mine, other = (
-            ServedPolicy(speaker("hi"), codec_with("hermes"), SamplingSettings(), name=name, endpoint=endpoint)
+            PolicyMaker(generator=speaker("hi"), codec=codec_with("hermes"), endpoint=endpoint).policy(
+                SamplingSettings(), name
+            )
             for name in ("mine", "other")
         )
         assert (mine.api_key, mine.base_url) != (other.api_key, other.base_url)
