@@ -11,11 +11,11 @@ each sibling, in their order.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from areal_async.api import Message
 from areal_async.config.settings import PolicySettings, SamplingSettings
 from areal_async.inference.pool import ServerPool
+from areal_async.inference.scoring import ScoringClient
 from areal_async.rollout.policy.generation import Generator
 from areal_async.rollout.policy.messages import checked_messages
 from areal_async.rollout.policy.offload import beside_if_long
@@ -32,17 +32,11 @@ class FrozenModel:
     pool: ServerPool
 
 
-class Scorer(Protocol):
-    """What a reward model needs of its client."""
-
-    async def score(self, prompt_ids: list[int]) -> float: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenReward:
     """A reward model, as a node has it and as workflows take it (``contracts.RewardModel``)."""
 
-    scorer: Scorer
+    scorer: ScoringClient
     codec: TextCodec
     pool: ServerPool
 

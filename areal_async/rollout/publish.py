@@ -8,16 +8,16 @@ acknowledged is noted apart from the broker (``publish_log``).
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import anyio
 import anyio.lowlevel
 import msgspec
 
+from areal_async.bus import Bus
 from areal_async.config.settings import MESSAGE_BYTES
 from areal_async.process.bell import Bell
 from areal_async.protocol.publish_log import STAMP_HEADER, ProducerSequence, PublishLog, encode_stamp
-from areal_async.protocol.subjects import Names
 from areal_async.protocol.types import Slot, Ticket, Trajectory
 from areal_async.protocol.wire import encode_message, max_encoded_bytes
 from areal_async.rollout.backpressure import Backpressure
@@ -35,17 +35,6 @@ SLOT_HEADER_BYTES = 512
 """Size of one slot in the headers, beside its reason and its credits."""
 
 
-class TrajectoryPublisher(Protocol):
-    """What an outbox needs of the bus."""
-
-    @property
-    def names(self) -> Names: ...
-
-    async def publish(
-        self, subject: str, payload: bytes, *, msg_id: str | None = None, headers: Mapping[str, str] | None = None
-    ) -> object: ...
-
-
 class _Frozen(NamedTuple):
     payload: bytes
     headers: Mapping[str, str]
@@ -59,7 +48,7 @@ class Outbox:
 
     def __init__(
         self,
-        bus: TrajectoryPublisher,
+        bus: Bus,
         ticket: Ticket,
         *,
         producer: str,
@@ -126,12 +115,9 @@ class Outbox:
             )
             with spans.published(self._ticket, message.slots, num_bytes=len(message.payload)):
                 await self._backpressure.store(publish, number=self._ticket.number)
-            self._note_stored(message)
+            self._publish_log.acknowledge(message.sequence, group_id=self._ticket.group_id, slots=message.slots)
+            self.num_left -= len(message.slots)
             self._in_flight = None
-
-    def _note_stored(self, message: _Frozen) -> None:
-        self._publish_log.acknowledge(message.sequence, group_id=self._ticket.group_id, slots=message.slots)
-        self.num_left -= len(message.slots)
 
     def _freeze(self) -> _Frozen:
         """Take as many finished slots as fit into one message."""

@@ -15,12 +15,13 @@ from areal_async.api import Act, Message, Reply, RunnableTool, ToolLike, ToolRes
 from areal_async.config.policy import CallSampling
 from areal_async.config.settings import SamplingSettings
 from areal_async.errors import ContextFull, WorkflowError
+from areal_async.inference.call_parser import EngineCallParser
 from areal_async.protocol.types import Turn
 from areal_async.rollout.policy.conversation import Conversations, RenderedPrompt
 from areal_async.rollout.policy.generation import Generator, TurnGenerator
 from areal_async.rollout.policy.messages import checked_messages
 from areal_async.rollout.policy.offload import beside_if_long, is_long
-from areal_async.rollout.policy.replies import CallParser, ReplyRecord, ReplyRecorder
+from areal_async.rollout.policy.replies import ReplyRecord, ReplyRecorder
 from areal_async.rollout.policy.sampling import sampling_params
 from areal_async.rollout.policy.stream import RecordingStream
 from areal_async.rollout.policy.text import TextCodec
@@ -46,7 +47,7 @@ class PolicyRole:
 
 
 class RecordingPolicy:
-    """One trajectory's ``contracts.Policy``."""
+    """One trajectory's ``contracts.Policy``, but for its address, which ``endpoint.policy`` gives it."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class RecordingPolicy:
         sampling: SamplingSettings,
         *,
         name: str,
-        call_parser: CallParser | None = None,
+        call_parser: EngineCallParser | None = None,
         role: PolicyRole | None = None,
     ) -> None:
         """Take ``name`` as the beginning of its replies' ids.
@@ -102,16 +103,6 @@ class RecordingPolicy:
     def tool_format(self) -> ToolFormat | None:
         """How the model writes calls; ``None`` where only the servers' parser knows."""
         return self._codec.tool_format if self._call_parser is None else None
-
-    @property
-    def base_url(self) -> str:
-        """A policy has an address on a node (``endpoint``)."""
-        raise WorkflowError("policy.base_url: got a policy without an endpoint, need one on a node")
-
-    @property
-    def api_key(self) -> str:
-        """As ``base_url``."""
-        raise WorkflowError("policy.api_key: got a policy without an endpoint, need one on a node")
 
     @overload
     async def chat(

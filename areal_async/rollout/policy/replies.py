@@ -1,15 +1,13 @@
 """From a turn to a reply: what the model said is read, recorded token for token, and can be gone on from."""
 
-from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import msgspec
 
 from areal_async.api import Reply, ToolCall
 from areal_async.errors import WorkflowError
-from areal_async.inference.call_parser import FoundCalls
+from areal_async.inference.call_parser import EngineCallParser
 from areal_async.inference.pool import ServerHandle
 from areal_async.protocol.types import Turn
 from areal_async.rollout.policy.conversation import RecordedReply, RenderedPrompt
@@ -36,19 +34,11 @@ class ReplyRecord:
     """What a trainer can pack: no answer goes beyond it. None where nothing is trained."""
 
 
-class CallParser(Protocol):
-    """What a policy needs of the servers' own parser of tool calls."""
-
-    async def find(
-        self, text: str, tools: Sequence[Mapping[str, Any]], *, preferred: ServerHandle | None = None
-    ) -> FoundCalls: ...
-
-
 class ReplyRecorder:
     """Reads and records what one policy says."""
 
     def __init__(
-        self, codec: TextCodec, record: ReplyRecord, *, name: str, role: str, call_parser: CallParser | None
+        self, codec: TextCodec, record: ReplyRecord, *, name: str, role: str, call_parser: EngineCallParser | None
     ) -> None:
         """Take ``name`` as the beginning of the replies' ids, and ``role``, empty for the first policy."""
         self.recorded: list[RecordedReply] = []
