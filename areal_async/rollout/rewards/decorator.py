@@ -62,9 +62,8 @@ def reward(
         RewardError: from the call: it raised, ran past ``timeout_s``, took its worker down, or returned no
             finite number.
     """
-    if function is None:
-        return functools.partial(_decorate, timeout_s=timeout_s, prepare=prepare)
-    return _decorate(function, timeout_s=timeout_s, prepare=prepare)
+    decorate = functools.partial(_decorate, timeout_s=timeout_s, prepare=prepare)
+    return decorate if function is None else decorate(function)
 
 
 def _decorate(
@@ -79,20 +78,12 @@ def _decorate(
             f"reward {name}: defined inside a function or in no file, need the top level of a file; a worker imports it"
         )
 
-    location = str(Path(file).resolve())
+    location = {"file": str(Path(file).resolve()), "module": function.__module__, "qualname": function.__qualname__}
 
     @functools.wraps(function)
     async def call(*args: Any, **kwargs: Any) -> float:
         try:
-            request = msgspec.msgpack.encode(
-                RewardCall(
-                    file=location,
-                    module=function.__module__,
-                    qualname=function.__qualname__,
-                    args=args,
-                    kwargs=kwargs,
-                )
-            )
+            request = msgspec.msgpack.encode(RewardCall(**location, args=args, kwargs=kwargs))
         except (TypeError, OverflowError, ValueError, msgspec.MsgspecError) as exc:
             raise RewardError(f"reward {name}: cannot send its arguments to a worker: {exc}") from exc
         future = _executor().submit(_call_in_worker, name, request, timeout_s)

@@ -12,8 +12,8 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -161,14 +161,15 @@ class McpConnection:
         await asyncio.wait({self._task})
 
     async def _hold(self) -> None:
-        async with _place_to_start() as give_place_back:
+        async with AsyncExitStack() as starting:
+            await starting.enter_async_context(_starting.get())
             try:
                 with attributed_to(ToolError, "the connection broke"):
-                    await self._connect(give_place_back)
+                    await self._connect(starting)
             finally:
                 self._opened.set()
 
-    async def _connect(self, give_place_back: Callable[[], None]) -> None:
+    async def _connect(self, starting: AsyncExitStack) -> None:
         await anyio.to_thread.run_sync(importlib.import_module, "mcp")  # takes a second, which is not for the loop
         from mcp import Client
 
@@ -178,7 +179,7 @@ class McpConnection:
                 self.tools = await _list_tools(client)
                 self._client = client
                 scope.deadline = math.inf
-                give_place_back()
+                await starting.aclose()
                 self._opened.set()
                 await self._closing.wait()
         if scope.cancelled_caught:
@@ -244,13 +245,4 @@ async def _list_tools(client: "Client") -> "list[Tool]":
 
 
 _starting = PerLoop("mcp_starting", lambda: anyio.Semaphore(MAX_STARTING))
-
-
-@asynccontextmanager
-async def _place_to_start() -> AsyncIterator[Callable[[], None]]:
-    """Wait for a place among the servers that start; it is given back once, at the end at the latest."""
-    places = _starting.get()
-    await places.acquire()
-    with ExitStack() as taken:
-        taken.callback(places.release)
-        yield taken.close
+"""Places of servers that start; one that has started gives its own back."""

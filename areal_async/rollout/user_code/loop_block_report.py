@@ -14,7 +14,6 @@ from areal_async.errors import WireError
 from areal_async.process.atomic_folders import write_whole
 from areal_async.protocol.types import EvalTicket, Ticket
 from areal_async.protocol.wire import decode_json
-from areal_async.rollout.user_code.boundary import encodable
 
 FOLDER = "blocked"
 SUFFIX = ".json"
@@ -90,10 +89,6 @@ def read_all(run_directory: Path) -> list[LoopBlock]:
     """Return what holds up the nodes of this host's run directory."""
     found = [_read(path) for path in sorted((run_directory / FOLDER).glob(f"*{SUFFIX}"))]
     return [one for one in found if one is not None]
-
-
-def place_of(file: str, line: int, function: str) -> str:
-    return encodable(f"{file}:{line} {function}")
 
 
 def _read(path: Path) -> LoopBlock | None:

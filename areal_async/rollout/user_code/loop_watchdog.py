@@ -24,13 +24,13 @@ from typing import NamedTuple, Self
 import anyio
 import structlog
 
+from areal_async.rollout.user_code.boundary import encodable
 from areal_async.rollout.user_code.loop_block_report import (
     ENDED_BY_WATCH,
     ENDED_FOR_CULPRIT,
     LoopBlock,
     LoopBlockFile,
     Work,
-    place_of,
 )
 from areal_async.rollout.user_code.task_scope import scope_of
 
@@ -224,11 +224,12 @@ def _queued_s(thread_id: int) -> float:
 
 def _place(frame: FrameType | None) -> str:
     """Name the innermost line of user code, or the innermost line at all."""
-    frames = list(traceback.walk_stack(frame)) if frame else []
-    for one, line in frames:
-        if not one.f_code.co_filename.startswith(_NOT_THE_USERS):
-            return place_of(one.f_code.co_filename, line, one.f_code.co_name)
-    return place_of(frames[0][0].f_code.co_filename, frames[0][1], frames[0][0].f_code.co_name) if frames else "unknown"
+    stack = list(traceback.walk_stack(frame)) if frame else []
+    if not stack:
+        return "unknown"
+    users = [one for one in stack if not one[0].f_code.co_filename.startswith(_NOT_THE_USERS)]
+    inner, line = (users or stack)[0]
+    return encodable(f"{inner.f_code.co_filename}:{line} {inner.f_code.co_name}")
 
 
 def _frames(frame: FrameType | None) -> list[str]:

@@ -84,7 +84,7 @@ class _Made:
         self.what = f"per_node {name}"
         self.value: Any = None
         self._making = making
-        self._is_made = asyncio.Event()
+        self._made = asyncio.get_running_loop().create_future()
         self._is_over = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -95,12 +95,8 @@ class _Made:
             PipelineError: it raised, or was not made in time.
         """
         self._task = start_shared(self._hold(), name=self.what)
-        made = asyncio.ensure_future(self._is_made.wait())
-        try:
-            await asyncio.wait([self._task, made], timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            made.cancel()
-        if not self._is_made.is_set():
+        await asyncio.wait([self._task, self._made], timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        if not self._made.done():
             if not self._task.done():
                 await end_task(self._task)
                 raise PipelineError(
@@ -135,7 +131,7 @@ class _Made:
 
     async def _hold(self) -> None:
         async with asynccontextmanager(self._making)() as self.value:
-            self._is_made.set()
+            self._made.set_result(None)
             await self._is_over.wait()
 
     def _check_ended(self) -> None:
@@ -145,7 +141,6 @@ class _Made:
             result_of(self._task, self.what)
         except Exception as exc:
             cause = leaves_of(exc)[0]
-            told = (
-                str(cause) if isinstance(cause, AbnormalExit) else describe(self.what, exc)
-            )  # the former says whose it is
+            # An abnormal exit says itself whose it is.
+            told = str(cause) if isinstance(cause, AbnormalExit) else describe(self.what, exc)
             raise PipelineError(told) from exc

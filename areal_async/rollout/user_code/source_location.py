@@ -49,7 +49,8 @@ class UserCode:
 
         Of a cancellation that is where the code waited.
         """
-        parts = _chain(error)
+        leaf = leaves_of(error)[0]
+        parts = [error] if leaf is error else [error, leaf]
         frames = [pair for part in parts for pair in traceback.walk_tb(part.__traceback__)]
         return [self._location(frame, line) for frame, line in frames if self.owns(frame.f_code.co_filename)]
 
@@ -64,8 +65,3 @@ class UserCode:
         path = Path(frame.f_code.co_filename).resolve()
         file = path.relative_to(self._root) if path.is_relative_to(self._root) else path
         return SourceLocation(str(file), line, frame.f_code.co_name, linecache.getline(str(path), line).strip())
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error and, where it is a group, the first of the errors inside."""
-    return [error] if (leaf := leaves_of(error)[0]) is error else [error, leaf]
