@@ -19,7 +19,8 @@ from areal_async.monitor.token_text import Detokenizer, visible
 from areal_async.monitor.token_views import TokenKind, TokenView, token_views
 from areal_async.protocol.fields import OWN_INFO
 from areal_async.protocol.types import Sequence, SlotStatus
-from areal_async.rollout.trial import Attempt, TimedTurn
+from areal_async.rollout.stopwatch import TimedTurn
+from areal_async.rollout.trial import Attempt
 
 GIVEN = "dim"
 MASKED = "dim strike"

@@ -16,7 +16,8 @@ from areal_async.monitor.transcript import Transcript, legend
 from areal_async.process.stdio import say
 from areal_async.protocol.types import SlotStatus, mean
 from areal_async.rollout.policy.text import TextCodec
-from areal_async.rollout.trial import Attempt, TimedTurn
+from areal_async.rollout.stopwatch import TimedTurn
+from areal_async.rollout.trial import Attempt
 
 MANY_DIGITS = 1e6
 

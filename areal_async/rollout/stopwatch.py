@@ -14,19 +14,13 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TimedCall:
-    """One call of the model, by the monotonic clock."""
+class TimedTurn:
+    """A turn and how long it took."""
 
-    since_s: float
-    first_s: float | None
-    """When its first token came; ``None`` where none did."""
-    until_s: float
-    turn: Turn | None
-    """``None`` where it failed, or nobody waited for its end."""
-
-    @property
-    def duration_s(self) -> float:
-        return self.until_s - self.since_s
+    turn: Turn
+    duration_s: float
+    first_token_s: float
+    """All of it where no token was told of before the end."""
 
 
 class TimedGenerator:
@@ -34,7 +28,13 @@ class TimedGenerator:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        self.calls: list[TimedCall] = []
+        self.calls: list[Interval] = []
+        """When the model was called, by the monotonic clock; those that failed, or whose end nobody awaited, too."""
+        self._turns: dict[int, TimedTurn] = {}
+
+    def timed(self, turn: Turn) -> TimedTurn:
+        """Find a turn, which is the very object that its call returned."""
+        return self._turns[id(turn)]
 
     async def generate(
         self,
@@ -46,7 +46,6 @@ class TimedGenerator:
     ) -> tuple[Turn, ServerHandle]:
         since_s = time.monotonic()
         first_s: float | None = None
-        turn: Turn | None = None
 
         def hear(token_ids: list[int]) -> None:
             nonlocal first_s
@@ -58,9 +57,13 @@ class TimedGenerator:
             turn, server = await self._generator.generate(
                 prompt_ids, sampling_params, preferred=preferred, on_tokens=hear
             )
+            until_s = time.monotonic()
+            self._turns[id(turn)] = TimedTurn(
+                turn=turn, duration_s=until_s - since_s, first_token_s=(first_s or until_s) - since_s
+            )
             return turn, server
         finally:
-            self.calls.append(TimedCall(since_s=since_s, first_s=first_s, until_s=time.monotonic(), turn=turn))
+            self.calls.append((since_s, time.monotonic()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +77,7 @@ class Times:
     """Time in ``@reward`` functions, waiting for a worker included; other rewards are the workflow's own time."""
 
     @classmethod
-    def of(cls, *, total_s: float, calls: Iterable[TimedCall], waits: Iterable[EndedWait]) -> "Times":
+    def of(cls, *, total_s: float, calls: Iterable[Interval], waits: Iterable[EndedWait]) -> "Times":
         """Add up."""
         ended = list(waits)
 
@@ -83,7 +86,7 @@ class Times:
 
         return cls(
             total_s=total_s,
-            model_s=covered_s((call.since_s, call.until_s) for call in calls),
+            model_s=covered_s(calls),
             tools_s=waited_for("tool "),
             rewards_s=waited_for("reward "),
         )

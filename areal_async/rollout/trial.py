@@ -11,26 +11,17 @@ from dataclasses import dataclass, field, replace
 import anyio
 import structlog
 
-from areal_async.protocol.types import GroupId, Prompt, Trajectory, Turn
+from areal_async.protocol.types import GroupId, Prompt, Trajectory
 from areal_async.protocol.types import Sequence as TokenSequence
 from areal_async.rollout.endpoint.policy import PolicyMaker
 from areal_async.rollout.policy.merge import merge_turns
-from areal_async.rollout.stopwatch import TimedCall, TimedGenerator, Times
+from areal_async.rollout.stopwatch import TimedGenerator, TimedTurn, Times
 from areal_async.rollout.user_code.source_location import SourceLocation, UserCode
 from areal_async.rollout.workflow_call import TaskWorkflow, WorkflowCall
 from areal_async.telemetry import spans, wait_graph
 
 TRIAL = "trial"
 """Who waits, and whose trajectories these are."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimedTurn:
-    """A recorded turn and how long it took."""
-
-    turn: Turn
-    duration_s: float
-    first_token_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,21 +118,10 @@ class Trial:
             Attempt(
                 prompt=prompt,
                 trajectory=trajectory,
-                turns=_timed(policy.turns, generator.calls),
+                turns=[generator.timed(turn) for turn in policy.turns],
                 sequences=merge_turns(policy.turns),
                 times=Times.of(total_s=total_s, calls=generator.calls, waits=ended),
                 locations=self._user_code.locations(call.error) if call.error else [],
             )
             for trajectory, policy, generator in zip(trajectories, policies, generators, strict=True)
         ]
-
-
-def _timed(turns: Sequence[Turn], calls: Sequence[TimedCall]) -> list[TimedTurn]:
-    """Find each turn's call; a turn is the very object that its call returned."""
-    by_turn = {id(call.turn): call for call in calls if call.turn is not None}
-    timed = []
-    for turn in turns:
-        call = by_turn[id(turn)]
-        first_s = call.until_s if call.first_s is None else call.first_s
-        timed.append(TimedTurn(turn=turn, duration_s=call.duration_s, first_token_s=first_s - call.since_s))
-    return timed

@@ -15,8 +15,8 @@ from areal_async.monitor.transcript import SAMPLED_BAR, SHADES, Transcript, lege
 from areal_async.monitor.trial_output import attempt_json, summary
 from areal_async.protocol.types import Prompt, Slot, SlotStatus, Trajectory, Turn, VersionSpan
 from areal_async.rollout.policy.merge import merge_turns
-from areal_async.rollout.stopwatch import Times
-from areal_async.rollout.trial import Attempt, TimedTurn
+from areal_async.rollout.stopwatch import TimedTurn, Times
+from areal_async.rollout.trial import Attempt
 from areal_async.rollout.user_code.source_location import SourceLocation
 from tests.unit.rollout.byte_model import END, codec
 

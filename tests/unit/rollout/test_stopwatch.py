@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.rollout.stopwatch import TimedCall, Times, covered_s
+from areal_async.rollout.stopwatch import Times, covered_s
 from areal_async.telemetry.wait_graph import EndedWait
 
 SECONDS = st.integers(0, 30)
@@ -17,11 +17,9 @@ def test_covered_time_is_the_number_of_seconds_in_which_anything_ran(intervals: 
 
 
 def test_time_is_told_by_what_was_waited_for() -> None:
-    call = TimedCall(since_s=1.0, first_s=1.5, until_s=3.0, turn=None)
-
     times = Times.of(
         total_s=9.0,
-        calls=[call, TimedCall(since_s=2.0, first_s=None, until_s=4.0, turn=None)],
+        calls=[(1.0, 3.0), (2.0, 4.0)],
         waits=[EndedWait("tool add", 4.0, 6.0), EndedWait("reward right", 6.0, 7.0), EndedWait("server own", 1.0, 3.0)],
     )
 
