@@ -6,6 +6,7 @@ may change what: the fleet adds and removes; the supervisor admits, fences and l
 doubt, and the supervisor asks the server itself.
 """
 
+import asyncio
 import sys
 from dataclasses import dataclass, field
 
@@ -76,15 +77,6 @@ class ServerHandle:
         return self.is_serviceable and not self.is_held and self.num_requests < self.limit
 
 
-@dataclass(eq=False, slots=True)
-class _Waiter:
-    preferred: ServerHandle | None
-    cost_tokens: int
-    server: ServerHandle | None = None
-    """The one it has a place on, once ``called``."""
-    called: anyio.Event = field(default_factory=anyio.Event)
-
-
 class ServerPool:
     """All servers of one node."""
 
@@ -93,7 +85,8 @@ class ServerPool:
         self._deadline_s = deadline_s
         self._num_tokens_of_gone = 0
         self._changed = Bell()
-        self._waiters: dict[_Waiter, None] = {}
+        self._waiters: dict[asyncio.Future[ServerHandle], tuple[ServerHandle | None, int]] = {}
+        """Who waits for a place, first come first, with the preferred server and the tokens it is for."""
 
     @property
     def num_waiting(self) -> int:
@@ -169,17 +162,16 @@ class ServerPool:
         """
         server = None if self._waiters else self._take(preferred, cost_tokens)
         while server is None:
-            waiter = _Waiter(preferred, cost_tokens)
-            self._waiters[waiter] = None
+            place: asyncio.Future[ServerHandle] = asyncio.get_running_loop().create_future()
+            self._waiters[place] = preferred, cost_tokens
             try:
                 with wait_graph.on(wait_graph.server(self._name_one(preferred)), "a place on"):
-                    await self._wait(waiter)
-                if waiter.server is not None and waiter.server.is_serviceable:
-                    server = waiter.server
+                    await self._wait(place)
+                server = place.result() if place.result().is_serviceable else None
             finally:
-                self._waiters.pop(waiter, None)
-                if waiter.server is not None and server is None:  # fenced since it was called, or it was cancelled
-                    self.release(waiter.server, cost_tokens=cost_tokens)
+                self._waiters.pop(place, None)
+                if place.done() and server is None:  # its server was fenced since, or who waited was cancelled
+                    self.release(place.result(), cost_tokens=cost_tokens)
         return server
 
     def release(self, server: ServerHandle, *, cost_tokens: int = 0) -> None:
@@ -201,12 +193,11 @@ class ServerPool:
         while server.num_requests:
             await self._changed.wait()
 
-    async def _wait(self, waiter: _Waiter) -> None:
-        """Wait until ``waiter`` is called; a place that comes together with a cancellation is its to give back."""
-        while not waiter.called.is_set():
-            with anyio.move_on_after(self._deadline_s):
-                await waiter.called.wait()
-            if not waiter.called.is_set() and not any(one.is_serviceable for one in self.servers.values()):
+    async def _wait(self, place: asyncio.Future[ServerHandle]) -> None:
+        """Wait until there is a place; one that comes together with a cancellation is the caller's to give back."""
+        while not place.done():
+            await asyncio.wait([place], timeout=self._deadline_s)
+            if not place.done() and not any(one.is_serviceable for one in self.servers.values()):
                 states = ", ".join(f"{one.id} ({one.fence or one.doubt})" for one in self.servers.values())
                 raise GenerationError(
                     f"no inference server within {self._deadline_s:g} s: {states or 'the node has none'}"
@@ -229,12 +220,12 @@ class ServerPool:
 
     def _call_waiters(self) -> None:
         while self._waiters:
-            waiter = next(iter(self._waiters))
-            waiter.server = self._take(waiter.preferred, waiter.cost_tokens)
-            if waiter.server is None:
+            place, wanted = next(iter(self._waiters.items()))
+            server = self._take(*wanted)
+            if server is None:
                 return
-            del self._waiters[waiter]
-            waiter.called.set()
+            del self._waiters[place]
+            place.set_result(server)
 
     def _notify(self) -> None:
         self._changed.ring()
