@@ -14,7 +14,7 @@ import httpx
 import structlog
 
 from areal_async.config.settings import Settings
-from areal_async.inference.commands import choose_backend, has_sha256, server_command
+from areal_async.inference.commands import has_sha256, server_command
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi, make_client
 from areal_async.inference.pool import ServerHandle, ServerPool
@@ -55,7 +55,8 @@ class Fleet:
         """
         self._settings = settings
         self._node_id = node_id
-        self._frozen = frozen
+        # What follows the last dash is no part of the node's id.
+        self._prefix = f"{node_id}-{frozen}_" if frozen else f"{node_id}-"
         self._first_gpu = first_gpu
         self._log_directory = log_directory
         self.pool = ServerPool([], deadline_s=settings.inference.start_deadline_s)
@@ -64,7 +65,6 @@ class Fleet:
             pool=self.pool,
             verifier=Verifier(has_sha256=has_sha256(settings.inference)),
             publish=publish,
-            takes_adapters=choose_backend(settings.inference) == "embedded",
             is_frozen=bool(frozen),
         )
         self.target = self._around.target
@@ -103,8 +103,7 @@ class Fleet:
                 await self._changed.wait()
 
     async def _run_member(self, index: int, administration: httpx.AsyncClient) -> None:
-        # What follows the last dash is no part of the node's id.
-        server_id = f"{self._node_id}-{self._frozen}_{index}" if self._frozen else f"{self._node_id}-{index}"
+        server_id = f"{self._prefix}{index}"
         server = self.pool.add(server_id, num_ranks=self._settings.inference.tensor_parallel)
         command = server_command(self._settings, server_id=server_id, index=index, first_gpu=self._first_gpu)
         process = ServerProcess(command, log_path=self._log_directory / f"server-{server_id}.log")

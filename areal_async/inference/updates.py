@@ -17,7 +17,7 @@ import structlog
 
 from areal_async.config.settings import InferenceSettings
 from areal_async.errors import UserError
-from areal_async.inference.commands import NO_VERSION
+from areal_async.inference.commands import NO_VERSION, choose_backend
 from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import ServerHandle, ServerPool
@@ -64,8 +64,6 @@ class FleetContext:
     publish: Callable[[ServerHandle], Awaitable[None]]
     """Called with each change of a server's state, after it."""
     target: Target = field(default_factory=Target)
-    takes_adapters: bool = True
-    """The servers can merge an adapter; the real SGLang's cannot."""
     is_frozen: bool = False
     """The servers keep the weights that they start with; nothing is announced to them."""
     staging: Staging = field(default_factory=Staging)
@@ -106,7 +104,7 @@ class Updater:
             if order is None:
                 await self._around.target.changed.wait()
                 continue
-            if order.kind == ADAPTER and not self._around.takes_adapters:
+            if order.kind == ADAPTER and choose_backend(self._around.settings) == "sglang":
                 raise UserError(
                     f"weights {order.version}: got an adapter, and this node's servers are SGLang's, which take whole "
                     "weights; set trainer.lora.transfer to merged"

@@ -223,11 +223,10 @@ async def test_a_node_whose_servers_take_no_adapters_ends_and_says_what_to_set()
         raise AssertionError("nothing changes")
 
     around = FleetContext(
-        settings=InferenceSettings(),
+        settings=InferenceSettings(backend="sglang"),
         pool=pool,
         verifier=Verifier(has_sha256=True),
         publish=publish,
-        takes_adapters=False,
     )
     around.target.announce(WeightsVersion(version="1-0", path="/w", kind=ADAPTER))
     async with make_client(max_connections=1) as http:
