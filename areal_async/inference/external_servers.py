@@ -102,7 +102,7 @@ async def visited_servers(
             for fact in facts:
                 server = pool.add(fact.url if own is None else OWN_ID)
                 server.context_tokens = fact.context_tokens
-                server.admin_key = "" if own is None else own.admin_key
+                server.admin_key = "" if own is None else own.command.admin_key
                 pool.set_limit(server, settings.inference.max_running_requests)
                 pool.admit(server, url=fact.url, version=fact.version)
                 tasks.start_soon(_clear_doubts, pool, server, ServerApi(client, fact.url))

@@ -35,7 +35,7 @@ class ServerProcess:
     """A process that runs a ``ServerCommand``; may be started again once it was stopped."""
 
     def __init__(self, command: ServerCommand, *, log_path: Path) -> None:
-        self._command = command
+        self.command = command
         self.log_path = log_path
         self._log_start = 0
         self._process: anyio.abc.Process | None = None
@@ -44,11 +44,6 @@ class ServerProcess:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def admin_key(self) -> str:
-        """The secret that it is administrated with."""
-        return self._command.admin_key
 
     @property
     def last_words(self) -> str:
@@ -68,13 +63,13 @@ class ServerProcess:
             ServerFault: it was killed by a signal: somebody else's doing.
             UserError: it ended by itself, or was not healthy in time; with its last words.
         """
-        name, place = f"inference server {self._command.id}", f"its log is {self.log_path}"
+        name, place = f"inference server {self.command.id}", f"its log is {self.log_path}"
         for _ in range(MAX_PORT_TRIES):
             await self._spawn()
-            api.url, api.admin_key = self.url, self._command.admin_key
+            api.url, api.admin_key = self.url, self.command.admin_key
             with anyio.move_on_after(deadline_s):
                 if await self._becomes_healthy(api):
-                    log.info("server.started", server_id=self._command.id, url=self.url, pid=self._pid)
+                    log.info("server.started", server_id=self.command.id, url=self.url, pid=self._pid)
                     return
                 if "address already in use" in self.last_words.lower():
                     continue
@@ -116,12 +111,12 @@ class ServerProcess:
         with self.log_path.open("ab") as log_file:
             self._log_start = log_file.tell()
             self._process = await anyio.open_process(
-                guarded(self._command.on_port(self.port)),
+                guarded(self.command.on_port(self.port)),
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **self._command.environment},
+                env={**os.environ, **self.command.environment},
             )
 
     async def _becomes_healthy(self, api: ServerApi) -> bool:

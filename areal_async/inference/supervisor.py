@@ -45,7 +45,7 @@ class ServerSupervisor:
         self._around = around
         self._has_started = False
         self._limit = ConcurrencyLimit(around.settings.max_running_requests)
-        server.limit, server.admin_key = self._limit.value, process.admin_key
+        server.limit, server.admin_key = self._limit.value, process.command.admin_key
 
     async def run(self) -> None:
         """Serve until cancelled, through restarts; the server still runs then.
