@@ -194,7 +194,7 @@ async def ours(url: str, max_streams: int, control: list[ServerApi] | None = Non
     """The client of this project, with its pool."""
     pool = ServerPool(["s0"], deadline_s=DEADLINE_S)
     pool.admit(pool.servers["s0"], url=url, version="1-7")
-    async with InferenceClient(pool, InferenceSettings(), max_streams=max_streams) as client:
+    async with InferenceClient(pool, InferenceSettings(), max_streams=max_streams, vocab_size=1 << 20) as client:
         if control is not None:
             control.append(ServerApi(client.administration, url))
 

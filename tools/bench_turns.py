@@ -165,7 +165,9 @@ async def run_ours(url: str, codec: TextCodec, figures: Figures, arguments: argp
 
     pool = ServerPool(["s0"], deadline_s=60.0)
     pool.admit(pool.servers["s0"], url=url, version=VERSION)
-    async with InferenceClient(pool, InferenceSettings(), max_streams=arguments.trajectories) as client:
+    async with InferenceClient(
+        pool, InferenceSettings(), max_streams=arguments.trajectories, vocab_size=1 << 20
+    ) as client:
         place = NodeContext(
             settings=settings, bus=cast(Bus, Broker(settings)), node_id="0", generator=client, codec=codec,
             workflows={"w": workflow},

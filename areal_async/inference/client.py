@@ -39,15 +39,9 @@ class InferenceClient:
     """Streams completions from the servers of a pool. An async context manager that owns the connections."""
 
     def __init__(
-        self,
-        pool: ServerPool,
-        settings: InferenceSettings,
-        *,
-        max_streams: int,
-        vocab_size: int | None = None,
-        model: str = "",
+        self, pool: ServerPool, settings: InferenceSettings, *, max_streams: int, vocab_size: int, model: str = ""
     ) -> None:
-        """Take ``vocab_size`` of the model; ``None`` for a caller whose prompts are its own and known to be good.
+        """Take ``vocab_size`` of the model.
 
         Args:
             model: what the servers serve, as traces name it.
@@ -96,8 +90,7 @@ class InferenceClient:
                 the whole.
         """
         check_prompt(prompt_ids, self._vocab_size)
-        if self._vocab_size is not None:
-            check_token_ids(sampling_params, self._vocab_size)
+        check_token_ids(sampling_params, self._vocab_size)
         if sampling_params.get("sampling_seed") is not None and not self._draws_by_seed:
             raise GenerationError(
                 "seed: refused: got one with servers that do not draw by it, need the embedded engine or "
@@ -167,7 +160,7 @@ def backoff_s(num_failures: int) -> float:
     return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0**num_failures)
 
 
-def check_prompt(prompt_ids: list[int], vocab_size: int | None) -> None:
+def check_prompt(prompt_ids: list[int], vocab_size: int) -> None:
     """Refuse a prompt that no server may be sent.
 
     Raises:
@@ -175,8 +168,6 @@ def check_prompt(prompt_ids: list[int], vocab_size: int | None) -> None:
     """
     if not prompt_ids:
         raise GenerationError("prompt: got no tokens, need at least one")
-    if vocab_size is None:
-        return
     lowest, highest = min(prompt_ids), max(prompt_ids)
     if lowest < 0 or highest >= vocab_size:
         foreign = lowest if lowest < 0 else highest

@@ -39,7 +39,7 @@ async def client_of(*servers: Server) -> AsyncIterator[InferenceClient]:
     pool = ServerPool([f"s{index}" for index in range(len(servers))], deadline_s=60)
     for known, server in zip(pool.servers.values(), servers, strict=True):
         pool.admit(known, url=str(server.http.base_url).rstrip("/"), version="0-0")
-    async with InferenceClient(pool, InferenceSettings(), max_streams=16) as client:
+    async with InferenceClient(pool, InferenceSettings(), max_streams=16, vocab_size=1 << 20) as client:
         yield client
 
 

@@ -21,7 +21,7 @@ async def test_a_server_that_runs_is_asked_what_it_is_and_streams_what_it_says(
 
     async with (
         visited_servers(settings, [url], log_path=tmp_path / "log") as (pool, (fact,)),
-        InferenceClient(pool, settings.inference, max_streams=4) as client,
+        InferenceClient(pool, settings.inference, max_streams=4, vocab_size=1 << 20) as client,
     ):
         turn, _ = await client.generate(prompt_of(6), params)
 

@@ -27,7 +27,7 @@ async def parser_of(*servers: FakeSglang) -> AsyncIterator[tuple[EngineCallParse
             await stack.enter_async_context(server)
             pool.admit(known, url=server.url, version=server.version)
         settings = InferenceSettings(tool_call_parser="qwen25")
-        client = await stack.enter_async_context(InferenceClient(pool, settings, max_streams=4))
+        client = await stack.enter_async_context(InferenceClient(pool, settings, max_streams=4, vocab_size=1 << 20))
         assert client.call_parser is not None
         yield client.call_parser, pool
 

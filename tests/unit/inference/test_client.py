@@ -26,7 +26,7 @@ PARAMS = {"max_new_tokens": 16, "stop_token_ids": [2]}
 
 @asynccontextmanager
 async def client_of(
-    *servers: FakeSglang, pool_deadline_s: float = 5, vocab_size: int | None = None, **settings: Any
+    *servers: FakeSglang, pool_deadline_s: float = 5, vocab_size: int = 1 << 20, **settings: Any
 ) -> AsyncIterator[InferenceClient]:
     async with AsyncExitStack() as stack:
         pool = ServerPool([f"s{index}" for index in range(len(servers))], deadline_s=pool_deadline_s)

@@ -98,7 +98,7 @@ async def test_a_running_engine_is_used_and_left_as_it_was(server: Server, model
 
     async with (
         visited_servers(settings, [url], log_path=tmp_path / "log") as (pool, (fact,)),
-        InferenceClient(pool, settings.inference, max_streams=4) as client,
+        InferenceClient(pool, settings.inference, max_streams=4, vocab_size=1 << 20) as client,
     ):
         turn, _ = await client.generate(prompt_of(6), params)
 
@@ -126,7 +126,7 @@ async def test_a_server_that_is_gone_is_told_with_its_reason(monkeypatch: pytest
         async with visited_servers(Settings(), [url], log_path=tmp_path / "log") as (pool, _):
             (one,) = pool.servers.values()
             pool.fence(one, "ended with status -9: out of memory")
-            async with InferenceClient(pool, InferenceSettings(), max_streams=1) as client:
+            async with InferenceClient(pool, InferenceSettings(), max_streams=1, vocab_size=1 << 20) as client:
                 await client.generate([1], {"max_new_tokens": 1})
 
     with answering({"/model_info": MODEL, "/server_info": FLAGS}) as url, pytest.raises(ExceptionGroup) as failed:

@@ -73,7 +73,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Settings:
 @asynccontextmanager
 async def yard_of(settings: Settings, directory: Path) -> AsyncIterator[tuple[Yard, InferenceClient]]:
     yard = Yard(settings, directory)
-    async with InferenceClient(yard.pool, settings.inference, max_streams=16) as client:
+    async with InferenceClient(yard.pool, settings.inference, max_streams=16, vocab_size=1 << 20) as client:
         with anyio.fail_after(110):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(yard.fleet.run)

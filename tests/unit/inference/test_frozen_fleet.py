@@ -52,7 +52,7 @@ async def serving(model: Path, directory: Path) -> AsyncIterator[tuple[Yard, Inf
     yard = Yard(model, directory)
     with anyio.fail_after(300):
         async with (
-            InferenceClient(yard.fleet.pool, settings_of(model).inference, max_streams=8) as client,
+            InferenceClient(yard.fleet.pool, settings_of(model).inference, max_streams=8, vocab_size=1 << 20) as client,
             anyio.create_task_group() as tasks,
         ):
             tasks.start_soon(yard.fleet.run)

@@ -40,7 +40,7 @@ async def client(embedded_server: Server, tmp_path: Path) -> AsyncIterator[Infer
     url = str(embedded_server.http.base_url).rstrip("/")
     async with visited_servers(Settings(), [url], log_path=tmp_path / "log") as (pool, facts):
         assert facts[0].context_tokens == CONTEXT_LENGTH
-        async with InferenceClient(pool, Settings().inference, max_streams=16) as client:
+        async with InferenceClient(pool, Settings().inference, max_streams=16, vocab_size=1 << 20) as client:
             yield client
 
 

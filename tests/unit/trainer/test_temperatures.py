@@ -57,7 +57,9 @@ async def _converse(url: str, folder: Path) -> RecordingPolicy:
     pool = ServerPool(["s0"], deadline_s=60)
     pool.admit(pool.servers["s0"], url=url, version="0-0")
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(InferenceClient(pool, InferenceSettings(), max_streams=4))
+        client = await stack.enter_async_context(
+            InferenceClient(pool, InferenceSettings(), max_streams=4, vocab_size=1 << 20)
+        )
         given = SamplingSettings(max_new_tokens=12, ignore_eos=True, temperature=1.2)
         policy = RecordingPolicy(client, load_codec(str(folder)), given, name="u")
         said = [5, 6, 7]

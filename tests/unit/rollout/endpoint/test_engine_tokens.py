@@ -51,7 +51,9 @@ async def served_by(engine: Server, folder: Path) -> AsyncIterator[ServedPolicy]
     pool = ServerPool(["s0"], deadline_s=60)
     pool.admit(pool.servers["s0"], url=str(engine.http.base_url).rstrip("/"), version="0-0")
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(InferenceClient(pool, InferenceSettings(), max_streams=16))
+        client = await stack.enter_async_context(
+            InferenceClient(pool, InferenceSettings(), max_streams=16, vocab_size=1 << 20)
+        )
         endpoint = await stack.enter_async_context(AgentEndpoint())
         sampling = SamplingSettings(max_new_tokens=MAX_NEW_TOKENS)
         maker = PolicyMaker(generator=client, codec=load_codec(str(folder)), endpoint=endpoint)

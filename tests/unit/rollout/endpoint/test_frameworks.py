@@ -82,7 +82,11 @@ async def served_by(engine: Server, folder: Path) -> AsyncIterator[tuple[ServedP
     pool = ServerPool(["s0"], deadline_s=60)
     pool.admit(pool.servers["s0"], url=str(engine.http.base_url).rstrip("/"), version="0-0")
     async with AsyncExitStack() as stack:
-        client = Noting(await stack.enter_async_context(InferenceClient(pool, InferenceSettings(), max_streams=16)))
+        client = Noting(
+            await stack.enter_async_context(
+                InferenceClient(pool, InferenceSettings(), max_streams=16, vocab_size=1 << 20)
+            )
+        )
         endpoint = await stack.enter_async_context(AgentEndpoint())
         sampling = SamplingSettings(max_new_tokens=200, temperature=0.0)
         maker = PolicyMaker(generator=client, codec=load_codec(str(folder)), endpoint=endpoint)
