@@ -6,7 +6,7 @@ shrinks by a fifth. Twice, since after a weight swap everything waits for a mome
 pool instead, from where it can go to any server.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 SMALLEST_LIMIT = 4
 GROWTH_STEPS = 16
@@ -19,12 +19,11 @@ FULL_TOKEN_USAGE = 0.95
 ROOMY_TOKEN_USAGE = 0.85
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What ``/v1/loads`` says, summed over data-parallel ranks."""
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``/v1/loads`` says of each data-parallel rank, and what is said of all of them together."""
 
-    num_running: int
-    num_waiting: int
+    num_running: int = msgspec.field(name="num_running_reqs")
+    num_waiting: int = msgspec.field(name="num_waiting_reqs")
     token_usage: float
     """Share of the key-value cache in use, of the fullest rank."""
 

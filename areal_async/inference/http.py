@@ -297,8 +297,8 @@ def read_load(answer: dict[str, Any]) -> Load:
     try:
         ranks = msgspec.convert(answer, _Loads).loads
         return Load(
-            num_running=sum(rank.num_running_reqs for rank in ranks),
-            num_waiting=sum(rank.num_waiting_reqs for rank in ranks),
+            num_running=sum(rank.num_running for rank in ranks),
+            num_waiting=sum(rank.num_waiting for rank in ranks),
             token_usage=max(rank.token_usage for rank in ranks),
         )
     except ValueError as exc:  # of another shape, or no rank at all
@@ -307,14 +307,8 @@ def read_load(answer: dict[str, Any]) -> Load:
         ) from exc
 
 
-class _RankLoad(msgspec.Struct):
-    num_running_reqs: int
-    num_waiting_reqs: int
-    token_usage: float
-
-
 class _Loads(msgspec.Struct):
-    loads: list[_RankLoad]
+    loads: list[Load]
 
 
 def error_message(body: bytes) -> str:
