@@ -11,6 +11,7 @@ tokens then get the older of that stamp and the one before.
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import groupby
 from typing import Annotated, Any
 
 import msgspec
@@ -302,9 +303,5 @@ def _possible(entries: TopLogprobs | None, num_tokens: int) -> list[list[tuple[i
 
 def _joined(spans: list[tuple[Version, int, int]]) -> list[VersionSpan]:
     """Write neighbours of one version as one span."""
-    joined: list[tuple[Version, int, int]] = []
-    for version, start, end in spans:
-        if joined and joined[-1][0] == version:
-            start = joined.pop()[1]
-        joined.append((version, start, end))
-    return [VersionSpan(version=str(version), start=start, end=end) for version, start, end in joined]
+    runs = [list(run) for _, run in groupby(spans, key=lambda span: span[0])]
+    return [VersionSpan(version=str(run[0][0]), start=run[0][1], end=run[-1][2]) for run in runs]
