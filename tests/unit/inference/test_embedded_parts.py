@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.inference.embedded.engine.errors import RequestError, SchemaError
-from areal_async.inference.embedded.engine.protocol import SamplingParams, check_length, parse_body, parse_sampling
+from areal_async.inference.embedded.engine.protocol import (
+    SamplingParams,
+    check_length,
+    check_prompt_ids,
+    parse_body,
+    parse_sampling,
+)
 from areal_async.inference.embedded.engine.sampling import SamplingRows, sample, uniforms
 from areal_async.inference.embedded.engine.sequence import RunningSequence
 from areal_async.inference.embedded.engine.text import StopStrings, TextStream
@@ -193,10 +199,18 @@ def test_the_answer_is_cut_to_the_room_behind_the_prompt(
     assert check_length(prompt, parse_sampling(sampling), context_length=100) == allowed
 
 
-@pytest.mark.parametrize(("prompt", "sampling"), [(0, {}), (100, {}), (94, {}), (10, {"max_new_tokens": 91})])
+@pytest.mark.parametrize(("prompt", "sampling"), [(100, {}), (94, {}), (10, {"max_new_tokens": 91})])
 def test_what_cannot_fit_the_context_is_refused(prompt: int, sampling: dict[str, object]) -> None:
     with pytest.raises(RequestError):
         check_length(prompt, parse_sampling(sampling), context_length=100)
+
+
+@pytest.mark.parametrize("prompt_ids", [[], [0] * 100, [0, 10], [-1]])
+def test_a_prompt_that_no_model_can_be_given_is_refused(prompt_ids: list[int]) -> None:
+    with pytest.raises(RequestError):
+        check_prompt_ids(prompt_ids, vocab_size=10, context_length=100)
+
+    check_prompt_ids([0, 9], vocab_size=10, context_length=100)
 
 
 def sequence_of(num_output_tokens: int, changes: list[tuple[str, int]]) -> RunningSequence:

@@ -232,12 +232,18 @@ def _refuse_unsupported(fields: Any, neutral: dict[str, tuple[Any, ...]]) -> Non
             raise RequestError(f"{name}: got {value!r}, which the embedded engine does not support; leave it out")
 
 
-def check_ids(prompt_ids: list[int], vocab_size: int) -> None:
-    """Refuse a prompt of another vocabulary.
+def check_prompt_ids(prompt_ids: list[int], *, vocab_size: int, context_length: int) -> None:
+    """Refuse a prompt that the model can never be given.
 
     Raises:
-        RequestError: it has a token id that there is not.
+        RequestError: it is empty, too long or not of this vocabulary.
     """
+    if not prompt_ids:
+        raise RequestError("input_ids cannot be empty.")
+    if len(prompt_ids) >= context_length:
+        raise RequestError(
+            f"The input ({len(prompt_ids)} tokens) is longer than the model's context length ({context_length} tokens)."
+        )
     bad_ids = [i for i in prompt_ids if not 0 <= i < vocab_size]
     if bad_ids:
         raise RequestError(f"input_ids: got {bad_ids[0]}, need token ids in [0, {vocab_size - 1}]")
@@ -249,15 +255,8 @@ def check_length(num_prompt_tokens: int, params: SamplingParams, *, context_leng
     A ``max_new_tokens`` that the client sent and that cannot fit is an error; the default is cut to what fits.
 
     Raises:
-        RequestError: the prompt, or prompt plus answer, does not fit the context.
+        RequestError: prompt plus answer does not fit the context, or the prompt leaves too little of it.
     """
-    if num_prompt_tokens == 0:
-        raise RequestError("input_ids cannot be empty.")
-    if num_prompt_tokens >= context_length:
-        raise RequestError(
-            f"The input ({num_prompt_tokens} tokens) is longer than the model's context length "
-            f"({context_length} tokens)."
-        )
     wanted = params.most_tokens
     total = num_prompt_tokens + (wanted or 0)
     if params.max_new_tokens is not UNSET and total > context_length:

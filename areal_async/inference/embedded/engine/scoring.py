@@ -4,8 +4,6 @@ import asyncio
 from collections import deque
 from concurrent.futures import Future
 
-from areal_async.inference.embedded.engine.errors import RequestError
-from areal_async.inference.embedded.engine.protocol import check_ids
 from areal_async.inference.embedded.engine.runner import MAX_SCORED_TOKENS, ScoringRunner
 from areal_async.inference.embedded.engine.worker import ModelThread
 
@@ -38,21 +36,6 @@ class ScoreLine:
         for answer in self._open:
             if not answer.done():
                 answer.set_exception(RuntimeError(message))
-
-    def check(self, prompt_ids: list[int]) -> None:
-        """Refuse a prompt that can never be scored.
-
-        Raises:
-            RequestError: it is empty, too long or not of this vocabulary.
-        """
-        most = self._runner.context_length - 1
-        if not prompt_ids:
-            raise RequestError("input_ids cannot be empty.")
-        if len(prompt_ids) > most:
-            raise RequestError(
-                f"The input ({len(prompt_ids)} tokens) is longer than the model's context length ({most + 1} tokens)."
-            )
-        check_ids(prompt_ids, self._runner.vocab_size)
 
     def _run_pass(self) -> None:
         """Score the first of those that wait, on the model thread."""

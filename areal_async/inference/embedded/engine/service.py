@@ -19,7 +19,7 @@ from areal_async.inference.embedded.engine.answers import OpenRequest
 from areal_async.inference.embedded.engine.errors import RequestError, WeightsError
 from areal_async.inference.embedded.engine.grammar import Grammar, Grammars
 from areal_async.inference.embedded.engine.options import EngineOptions
-from areal_async.inference.embedded.engine.protocol import SamplingParams, check_ids, check_length
+from areal_async.inference.embedded.engine.protocol import SamplingParams, check_length, check_prompt_ids
 from areal_async.inference.embedded.engine.runner import ModelRunner, ScoringRunner
 from areal_async.inference.embedded.engine.scheduler import PauseMode, Scheduler
 from areal_async.inference.embedded.engine.scoring import ScoreLine
@@ -127,7 +127,7 @@ class EngineService:
         rid = rid or uuid.uuid4().hex
         if rid in self._requests:
             raise RequestError(f"Duplicate request ID detected: {rid}")
-        check_ids(prompt_ids, self.runner.vocab_size)
+        check_prompt_ids(prompt_ids, vocab_size=self.runner.vocab_size, context_length=self.context_length)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop: the model has no tokenizer to match strings with; use stop_token_ids")
         foreign = [i for i in params.logit_bias if not 0 <= i < self.runner.vocab_size]
@@ -169,11 +169,11 @@ class EngineService:
         Raises:
             RequestError: the model generates, or a prompt can never be scored.
         """
-        line = self._line
+        line, runner = self._line, self.runner
         if line is None:
             raise RequestError("this server generates; start one of a sequence classifier with --is-embedding")
         for prompt_ids in prompts:
-            line.check(prompt_ids)
+            check_prompt_ids(prompt_ids, vocab_size=runner.vocab_size, context_length=runner.context_length)
         return await asyncio.gather(*(line.score(prompt_ids) for prompt_ids in prompts))
 
     def enter(self, request: OpenRequest) -> None:
