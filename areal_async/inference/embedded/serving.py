@@ -11,7 +11,7 @@ import uvicorn
 import uvloop
 
 from areal_async.inference.embedded.engine.options import EngineOptions
-from areal_async.inference.embedded.engine.runner import ModelRunner, load_eos_token_ids, load_runner
+from areal_async.inference.embedded.engine.runner import ModelRunner, load_runner
 from areal_async.inference.embedded.engine.scheduler import Scheduler
 from areal_async.inference.embedded.engine.service import EngineService
 from areal_async.inference.embedded.engine.text import Tokenizer, load_tokenizer
@@ -33,21 +33,15 @@ def run_engine(options: EngineOptions, path: Path, bound: socket.socket, *, admi
         UserError: the model, its tokenizer or the device is unusable.
     """
     runner, tokenizer = load_runner(options, path), load_tokenizer(path)
-    eos_token_ids = load_eos_token_ids(path, None if tokenizer is None else tokenizer.eos_token_id)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
-        return uvloop.run(_serve(options, runner, tokenizer, eos_token_ids, bound, admin_key))
+        return uvloop.run(_serve(options, runner, tokenizer, bound, admin_key))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
 
 async def _serve(
-    options: EngineOptions,
-    runner: ModelRunner,
-    tokenizer: Tokenizer | None,
-    eos_token_ids: frozenset[int],
-    bound: socket.socket,
-    admin_key: str,
+    options: EngineOptions, runner: ModelRunner, tokenizer: Tokenizer | None, bound: socket.socket, admin_key: str
 ) -> int:
     """Serve until a signal or the model thread's death; return the exit status."""
     exit_status = 0
@@ -66,7 +60,7 @@ async def _serve(
             super().handle_exit(sig, frame)
 
     thread = ModelThread(Scheduler(runner, options), on_death=on_death)
-    service = EngineService(runner, thread, options, tokenizer=tokenizer, eos_token_ids=eos_token_ids)
+    service = EngineService(runner, thread, options, tokenizer)
     config = uvicorn.Config(
         build_app(service, admin_key=admin_key),
         access_log=False,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from areal_async.errors import UserError
 from areal_async.inference.embedded.engine.cache import ATTENTION_NAME, ForwardPlan, SlotCache
@@ -43,6 +43,13 @@ class ModelRunner:
         with torch.inference_mode():
             self.prefill([[0]], [0])
         self.max_total_tokens = max_total_tokens or self._default_total_tokens(self.cache.bytes_per_token)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every token that ends an answer, by the model's configurations."""
+        configs = self.model.config.get_text_config(), getattr(self.model, "generation_config", None)
+        ids = [getattr(config, "eos_token_id", None) for config in configs]
+        return frozenset(id for one in ids for id in (one if isinstance(one, list) else [one]) if id is not None)
 
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> torch.Tensor:
         """Compute whole prompts into their slots; return the logits [len(prompts), V] after their last tokens."""
@@ -174,18 +181,6 @@ def _load_model(factory: Any, options: EngineOptions, path: Path, *, remedy: str
         )
     context_length = options.context_length or model.config.get_text_config().max_position_embeddings
     return model.to(device).eval().requires_grad_(False), context_length
-
-
-def load_eos_token_ids(path: Path, tokenizer_eos: int | None) -> frozenset[int]:
-    """Collect every token that ends an answer, from the configurations and the tokenizer."""
-    found: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
-    configs = [AutoConfig.from_pretrained(path).get_text_config()]
-    if (path / "generation_config.json").is_file():
-        configs.append(GenerationConfig.from_pretrained(path))
-    for config in configs:
-        ids = getattr(config, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return frozenset(found)
 
 
 def _resolve_device(name: str) -> torch.device:

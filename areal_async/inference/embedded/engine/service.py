@@ -64,13 +64,7 @@ class EngineService:
     """Everything the routes do, without HTTP."""
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        thread: ModelThread,
-        options: EngineOptions,
-        *,
-        tokenizer: Tokenizer | None,
-        eos_token_ids: frozenset[int],
+        self, runner: ModelRunner, thread: ModelThread, options: EngineOptions, tokenizer: Tokenizer | None
     ) -> None:
         self.runner = runner
         self.thread = thread
@@ -79,8 +73,9 @@ class EngineService:
         self.model_path = options.model_path
         """Folder that the served weights came from; updates change it."""
         self.weight_version = options.weight_version
-        self._eos_token_ids = eos_token_ids
-        self.grammars = Grammars(tokenizer, vocab_size=runner.vocab_size, eos_token_ids=eos_token_ids)
+        own_id = None if tokenizer is None else tokenizer.eos_token_id
+        self._eos_token_ids = runner.eos_token_ids | (set() if own_id is None else {own_id})
+        self.grammars = Grammars(tokenizer, vocab_size=runner.vocab_size, eos_token_ids=self._eos_token_ids)
         self._line = ScoreLine(runner, thread) if isinstance(runner, ScoringRunner) else None
         self._requests: dict[str, OpenRequest] = {}
         self._random = random.Random(options.random_seed)
