@@ -4,6 +4,7 @@ Only the model thread calls ``prefill`` and ``decode``.
 """
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, groupby, pairwise
 from pathlib import Path
@@ -127,9 +128,6 @@ class ModelRunner:
 class ScoringRunner(ModelRunner):
     """A sequence classifier: what SGLang serves with ``--is-embedding``. Nothing is kept between two passes."""
 
-    def __init__(self, model: Any, *, context_length: int) -> None:
-        super().__init__(model, context_length=context_length, max_total_tokens=MAX_SCORED_TOKENS)
-
     def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return for each prompt what the head says at its last token: one number per label."""
         scores: list[list[float]] = self.prefill(prompts, [0] * len(prompts)).float().tolist()
@@ -162,7 +160,7 @@ def load_runner(options: EngineOptions, path: Path) -> ModelRunner:
                 f"model at {path}: got a classifier of type {model.config.model_type} without a head named score, need "
                 "a decoder such as Qwen2, Qwen3 or Llama"
             )
-        return ScoringRunner(model, context_length=context_length)
+        return ScoringRunner(model, context_length=context_length, max_total_tokens=MAX_SCORED_TOKENS)
 
 
 def _load_model(factory: Any, options: EngineOptions, path: Path, *, remedy: str) -> tuple[Any, int]:
@@ -186,12 +184,9 @@ def _load_model(factory: Any, options: EngineOptions, path: Path, *, remedy: str
 def _resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as exc:
-        raise UserError(f"device: got {name!r}, need auto, cpu, cuda or cuda:N") from exc
-    if device.type not in {"cpu", "cuda"}:
+    if re.fullmatch(r"(cpu|cuda)(:\d+)?", name) is None:
         raise UserError(f"device: got {name!r}, need auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device: got {name}, but this machine has no usable CUDA device; pass --device cpu")
     return device
