@@ -36,10 +36,11 @@ class ByteTokenizer:
         return kept.decode(errors="replace") + ("" if skip_special_tokens else "<eos>" * (len(ids) - len(kept)))
 
 
-def rows(seeds: range, **columns: torch.Tensor | None) -> SamplingRows:
+def rows(seeds: range, **columns: torch.Tensor | None) -> tuple[SamplingRows, torch.Tensor]:
+    """Return rows of these columns, and a number for each."""
     uniforms_N = torch.from_numpy(uniforms(np.array(seeds, dtype=np.uint64), np.zeros(len(seeds), dtype=np.uint64)))
     empty = dict.fromkeys(("temperatures_N", "is_greedy_N", "top_k_N", "top_p_N", "min_p_N"))
-    return SamplingRows(**{"uniforms_N": uniforms_N, **empty, **columns})
+    return SamplingRows(**{**empty, **columns}), uniforms_N
 
 
 def frequencies(logits: torch.Tensor, **filters: float) -> torch.Tensor:
@@ -51,7 +52,7 @@ def frequencies(logits: torch.Tensor, **filters: float) -> torch.Tensor:
             "top_p_N": torch.full((NUM_DRAWS,), filters.get("top_p", 1.0)),
             "min_p_N": torch.full((NUM_DRAWS,), filters.get("min_p", 0.0)),
         }
-    ids = sample(logits.expand(NUM_DRAWS, count), rows(range(NUM_DRAWS), **columns)).ids_N
+    ids = sample(logits.expand(NUM_DRAWS, count), *rows(range(NUM_DRAWS), **columns)).ids_N
     return torch.bincount(ids, minlength=count) / NUM_DRAWS
 
 
@@ -88,7 +89,7 @@ def test_logprobs_are_of_the_tempered_distribution_before_filters() -> None:
         "top_p_N": torch.tensor([1.0]),
         "min_p_N": torch.tensor([0.0]),
     }
-    drawn = sample(logits, rows(range(1), **columns))
+    drawn = sample(logits, *rows(range(1), **columns))
 
     assert drawn.ids_N.tolist() == [2]
     torch.testing.assert_close(drawn.logprobs_N, torch.log_softmax(logits / 2.0, dim=-1)[:, 2])
@@ -97,15 +98,15 @@ def test_logprobs_are_of_the_tempered_distribution_before_filters() -> None:
 def test_a_greedy_row_among_sampled_ones_takes_the_most_likely() -> None:
     logits = torch.tensor([0.0, 0.1, 0.0]).expand(50, 3)
     is_greedy = torch.arange(50) % 2 == 0
-    ids = sample(logits, rows(range(50), is_greedy_N=is_greedy)).ids_N
+    ids = sample(logits, *rows(range(50), is_greedy_N=is_greedy)).ids_N
 
     assert set(ids[is_greedy].tolist()) == {1}
     assert len(set(ids[~is_greedy].tolist())) > 1
 
 
 def test_a_token_of_probability_zero_is_not_drawn_even_at_the_edge() -> None:
-    edge = SamplingRows(torch.zeros(1, dtype=torch.float64), None, None, None, None, None)
-    ids = sample(torch.tensor([[0.0, 1.0]]).log(), edge).ids_N
+    plain = SamplingRows(None, None, None, None, None)
+    ids = sample(torch.tensor([[0.0, 1.0]]).log(), plain, torch.zeros(1, dtype=torch.float64)).ids_N
 
     assert ids.tolist() == [1]
 

@@ -4,7 +4,6 @@ Invariant: every member's cache holds all its tokens but the last; decoding feed
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ class DecodeBatch:
         self._is_all_greedy = all(p.is_greedy for p in params)
         is_unfiltered = not any(p.has_filter for p in params)
         self._rows = SamplingRows(
-            uniforms_N=None,
             temperatures_N=self._column([p.divisor for p in params], skip=all(p.divisor == 1.0 for p in params)),
             is_greedy_N=self._column([p.is_greedy for p in params], skip=not any(p.is_greedy for p in params)),
             top_k_N=self._column([p.top_k if p.top_k > 0 else 2**31 for p in params], skip=is_unfiltered),
@@ -50,11 +48,10 @@ class DecodeBatch:
         logits_NV = logits_NV.float()
         if self._steering is not None:
             self._steering.apply(logits_NV, self._indexes)
-        rows = self._rows
+        uniforms_N = None
         if not self._is_all_greedy:
             uniforms_N = torch.from_numpy(uniforms(self._seeds, self._indexes)).to(self._device)
-            rows = replace(rows, uniforms_N=uniforms_N)
-        return sample(logits_NV, rows, num_top=self._num_top_logprobs)
+        return sample(logits_NV, self._rows, uniforms_N, num_top=self._num_top_logprobs)
 
     def advance(self, ids_N: torch.Tensor) -> None:
         """Make the tokens just sampled the next inputs."""

@@ -32,8 +32,6 @@ UInt64s = npt.NDArray[np.uint64]
 class SamplingRows:
     """The parameters of N rows. Fields that no row uses are None, which skips their work."""
 
-    uniforms_N: torch.Tensor | None
-    """float64 in [0, 1); None when every row is greedy."""
     temperatures_N: torch.Tensor | None
     is_greedy_N: torch.Tensor | None
     top_k_N: torch.Tensor | None
@@ -65,20 +63,21 @@ def _mix(values: UInt64s) -> UInt64s:
     return values ^ (values >> np.uint64(31))
 
 
-def sample(logits_NV: torch.Tensor, rows: SamplingRows, *, num_top: int = 0) -> Drawn:
+def sample(logits_NV: torch.Tensor, rows: SamplingRows, uniforms_N: torch.Tensor | None, *, num_top: int = 0) -> Drawn:
     """Draw one token for every row.
 
     Args:
+        uniforms_N: float64 in [0, 1); None when every row is greedy.
         num_top: how many of the likeliest tokens to name as well.
     """
     logits_NV = logits_NV.float()
     if rows.temperatures_N is not None:
         logits_NV = logits_NV / rows.temperatures_N[:, None]
     logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-    if rows.uniforms_N is None:
+    if uniforms_N is None:
         ids_N = logprobs_NV.argmax(dim=-1)
     else:
-        ids_N = _draw(logprobs_NV, rows, rows.uniforms_N)
+        ids_N = _draw(logprobs_NV, rows, uniforms_N)
         if rows.is_greedy_N is not None:
             ids_N = torch.where(rows.is_greedy_N, logprobs_NV.argmax(dim=-1), ids_N)
     logprobs_N = logprobs_NV.gather(1, ids_N[:, None])[:, 0]
