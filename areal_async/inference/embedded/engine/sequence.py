@@ -92,7 +92,7 @@ class RunningSequence:
         if self.grammar is not None:
             if self.grammar.is_stuck:
                 message = "grammar: the vocabulary has no token that could go on here; choose another"
-                self.finish_reason = abort_reason(message, status_code=400, err_type="BadRequestError")
+                self.finish_reason = abort_reason(message, 400)
                 return True
             self.grammar.accept(token_id)
         self.output_ids.append(token_id)
@@ -105,7 +105,7 @@ class RunningSequence:
         if logprob != logprob:  # NaN
             self.is_poisoned = True
             message = "the model produced NaN; its weights are broken"
-            self.finish_reason = abort_reason(message, status_code=500, err_type="InternalServerError")
+            self.finish_reason = abort_reason(message, 500)
         elif matched is not None:
             self.finish_reason = {"type": "stop", "matched": matched}
         elif token_id in self.stop_token_ids:
@@ -151,8 +151,7 @@ class RunningSequence:
         return spans
 
 
-def abort_reason(
-    message: str = "Aborted", *, status_code: int | None = None, err_type: str | None = None
-) -> FinishReason:
-    """Build the finish reason of a request that was ended from outside."""
+def abort_reason(message: str = "Aborted", status_code: int | None = None) -> FinishReason:
+    """Build the finish reason of a request that was ended from outside; with a status, of one that is answered so."""
+    err_type = {400: "BadRequestError", 500: "InternalServerError"}.get(status_code) if status_code else None
     return {"type": "abort", "message": message, "status_code": status_code, "err_type": err_type}

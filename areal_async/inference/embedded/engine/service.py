@@ -229,7 +229,7 @@ class EngineService:
     def fail_all(self, message: str) -> None:
         """End every request when the model thread is gone."""
         for request in list(self._requests.values()):
-            self._end(request, abort_reason(message, status_code=500, err_type="InternalServerError"))
+            self._end(request, abort_reason(message, 500))
         if self._line is not None:
             self._line.fail_all(message)
 
