@@ -141,22 +141,21 @@ class Broadcasts:
         Raises:
             WeightsError: one is open.
         """
-        async with self._service.administration:
-            if self._is_open:
-                raise WeightsError("a weight-update session is already open; call end_weight_update() first")
-            self._is_open = True
-        return "Success"
+        return await self._turn(True, "a weight-update session is already open; call end_weight_update() first")
 
-    async def end(self, order: object) -> str:
+    async def end(self, order: dict[str, object]) -> str:
         """Close the session.
 
         Raises:
             WeightsError: none is open.
         """
+        return await self._turn(False, "no weight-update session is open; call begin_weight_update() first")
+
+    async def _turn(self, is_open: bool, refusal: str) -> str:
         async with self._service.administration:
-            if not self._is_open:
-                raise WeightsError("no weight-update session is open; call begin_weight_update() first")
-            self._is_open = False
+            if self._is_open is is_open:
+                raise WeightsError(refusal)
+            self._is_open = is_open
         return "Success"
 
     async def update(self, order: BroadcastUpdate) -> str:

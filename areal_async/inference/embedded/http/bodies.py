@@ -2,13 +2,14 @@
 
 import hmac
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
-from areal_async.inference.embedded.engine.errors import WeightsError
+from areal_async.inference.embedded.engine.errors import SchemaError, WeightsError
 
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -30,41 +31,44 @@ def error_response(message: str, status: int, *, kind: str | None = None) -> Res
     return JsonResponse(error, status_code=status)
 
 
-def guarded(endpoint: Endpoint, admin_key: str) -> Endpoint:
-    """Return a route that answers only who sends the secret; where there is none, the route as it is.
+def admin_route(admin_key: str, path: str, endpoint: Endpoint, *others: str) -> Route:
+    """Return a route, by POST and other methods, that answers only who sends the secret; everybody where there is none.
 
     As with SGLang's ``--admin-api-key``: ``Authorization: Bearer SECRET``, or 401 before the body is read.
     """
-    if not admin_key:
-        return endpoint
     expected = admin_key.encode()
 
     async def answer(request: Request) -> Response:
         scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(sent.encode("latin-1"), expected):
+        is_allowed = scheme.lower() == "bearer" and hmac.compare_digest(sent.encode("latin-1"), expected)
+        if admin_key and not is_allowed:
             return JsonResponse({"error": "Unauthorized"}, status_code=401)
         return await endpoint(request)
 
-    return answer
+    return Route(path, answer, methods=["POST", *others])
 
 
 async def parse(request: Request, kind: type[T]) -> T:
     """Read a body; none at all is an empty object.
 
     Raises:
-        msgspec.DecodeError: it is not JSON, or not of this kind.
+        SchemaError: it is not JSON, or not of this kind.
     """
-    return msgspec.json.decode(await request.body() or b"{}", type=kind)
+    try:
+        return msgspec.json.decode(await request.body() or b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise SchemaError(f"body of {request.url.path}: {exc}") from exc
 
 
-def weights_order(kind: type[T], carry_out: Callable[[T], Awaitable[str]], **fields: Any) -> Endpoint:
+def weights_order(carry_out: Callable[[Any], Awaitable[str]], **fields: Any) -> Endpoint:
     """Return a route that carries out an order about the weights and says how it went.
 
     As SGLang answers: 400 with the same fields when it failed.
 
     Args:
-        carry_out: returns the message; raises WeightsError with it.
+        carry_out: returns the message; raises WeightsError with it. Its one argument's type is the body's.
     """
+    kind = get_type_hints(carry_out)["order"]
 
     async def answer(request: Request) -> Response:
         order = await parse(request, kind)

@@ -1,7 +1,9 @@
-"""SGLang's other routes: health, information, pauses and weights. Field names and statuses are SGLang's."""
+"""SGLang's other routes: scores, health, information, pauses and weights. Field names and statuses are SGLang's."""
 
 import hashlib
-from collections.abc import Sequence
+import math
+import time
+import uuid
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -15,31 +17,18 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from areal_async.inference.embedded.engine.broadcasts import (
-    Broadcasts,
-    BroadcastUpdate,
-    JoinGroup,
-    LeaveGroup,
-    UpdateSession,
-)
+from areal_async.inference.embedded.engine.broadcasts import Broadcasts
 from areal_async.inference.embedded.engine.errors import RequestError, SchemaError
-from areal_async.inference.embedded.engine.protocol import SamplingParams
+from areal_async.inference.embedded.engine.protocol import PromptBody, SamplingParams
 from areal_async.inference.embedded.engine.scheduler import PauseMode
-from areal_async.inference.embedded.engine.service import DiskUpdate, EngineService
-from areal_async.inference.embedded.http.bodies import (
-    Endpoint,
-    JsonResponse,
-    error_response,
-    guarded,
-    parse,
-    weights_order,
-)
-from areal_async.inference.embedded.http.classify import classify
+from areal_async.inference.embedded.engine.service import EngineService
+from areal_async.inference.embedded.http.bodies import JsonResponse, admin_route, error_response, parse, weights_order
 from areal_async.inference.embedded.http.generate import GenerateEndpoint
 
 PROTOCOL_VERSION = "0.5.23"
 """The SGLang release whose protocol this is."""
 _HEALTH_DEADLINE_S = 20.0
+_NAN = "the model produced NaN; its weights are broken"
 
 
 class _PauseBody(msgspec.Struct):
@@ -63,27 +52,23 @@ def build_app(service: EngineService, *, admin_key: str = "") -> Starlette:
     """
     routes = ServiceRoutes(service)
     broadcasts = Broadcasts(service)
-    update_from_disk = weights_order(DiskUpdate, service.update_weights_from_disk, num_paused_requests=0)
-    both = ["GET", "POST"]
-
-    def administration(path: str, endpoint: Endpoint, methods: Sequence[str] = ("POST",)) -> Route:
-        return Route(path, guarded(endpoint, admin_key), methods=list(methods))
-
+    update_from_disk = weights_order(service.update_weights_from_disk, num_paused_requests=0)
+    administration = partial(admin_route, admin_key)
     return Starlette(
         routes=[
             Route("/generate", GenerateEndpoint(service), methods=["POST", "PUT"]),
-            Route("/classify", partial(classify, service), methods=["POST", "PUT"]),
+            Route("/classify", routes.classify, methods=["POST", "PUT"]),
             administration("/pause_generation", routes.pause),
             administration("/continue_generation", routes.resume),
             administration("/update_weights_from_disk", update_from_disk),
-            administration("/init_weights_update_group", weights_order(JoinGroup, broadcasts.join)),
-            administration("/destroy_weights_update_group", weights_order(LeaveGroup, broadcasts.leave)),
-            administration("/begin_weight_update", weights_order(UpdateSession, broadcasts.begin)),
-            administration("/update_weights_from_distributed", weights_order(BroadcastUpdate, broadcasts.update)),
-            administration("/end_weight_update", weights_order(dict, broadcasts.end)),
+            administration("/init_weights_update_group", weights_order(broadcasts.join)),
+            administration("/destroy_weights_update_group", weights_order(broadcasts.leave)),
+            administration("/begin_weight_update", weights_order(broadcasts.begin)),
+            administration("/update_weights_from_distributed", weights_order(broadcasts.update)),
+            administration("/end_weight_update", weights_order(broadcasts.end)),
             administration("/abort_request", routes.abort),
-            administration("/flush_cache", routes.flush_cache, both),
-            administration("/weights_checker", routes.check_weights, both),
+            administration("/flush_cache", routes.flush_cache, "GET"),
+            administration("/weights_checker", routes.check_weights, "GET"),
             Route("/health", routes.health),
             Route("/health_generate", routes.health_generate),
             Route("/model_info", routes.model_info),
@@ -92,23 +77,13 @@ def build_app(service: EngineService, *, admin_key: str = "") -> Starlette:
             Route("/get_server_info", routes.server_info),
             Route("/v1/loads", routes.loads),
         ],
-        exception_handlers={
-            msgspec.DecodeError: _on_decode_error,
-            SchemaError: _on_schema_error,
-            RequestError: _on_request_error,
-        },
+        exception_handlers={RequestError: _refuse},
     )
 
 
-async def _on_decode_error(request: Request, exc: Exception) -> Response:
-    return error_response(f"body of {request.url.path}: {exc}", 400, kind="Bad Request")
-
-
-async def _on_schema_error(request: Request, exc: Exception) -> Response:
-    return error_response(str(exc), 400, kind="Bad Request")
-
-
-async def _on_request_error(request: Request, exc: Exception) -> Response:
+async def _refuse(request: Request, exc: Exception) -> Response:
+    if isinstance(exc, SchemaError):
+        return error_response(str(exc), 400, kind="Bad Request")
     return JsonResponse({"error": {"message": str(exc)}}, status_code=400)
 
 
@@ -165,7 +140,7 @@ class ServiceRoutes:
         }
         return JsonResponse(content)
 
-    # what only looks
+    # what leaves it as it is
 
     async def health(self, request: Request) -> Response:
         """Answer 200 when the model thread answers between two steps."""
@@ -191,6 +166,29 @@ class ServiceRoutes:
             return Response(status_code=503)
         finally:
             self._service.close(probe)
+
+    async def classify(self, request: Request) -> Response:
+        """Return ``{"embedding": [score], "meta_info": ...}``, or a list of them for a batch."""
+        body = await parse(request, PromptBody)
+        prompts = body.encode(self._service.tokenizer)
+        rids = body.rid if isinstance(body.rid, list) else [None if body.is_batch else body.rid] * len(prompts)
+        if len(rids) != len(prompts):
+            raise RequestError(f"rid: got {len(rids)} values for {len(prompts)} prompts, need one each")
+        started = time.monotonic()
+        scores = await self._service.score(prompts)
+        if not all(math.isfinite(number) for score in scores for number in score):
+            return error_response(_NAN, 500)
+        meta: dict[str, Any] = {
+            "finish_reason": {"type": "length", "length": 0},
+            "weight_version": self._service.weight_version,
+            "num_retractions": 0,
+            "e2e_latency": time.monotonic() - started,
+        }
+        answers = [
+            {"embedding": score, "meta_info": meta | {"id": rid or uuid.uuid4().hex, "prompt_tokens": len(prompt)}}
+            for prompt, rid, score in zip(prompts, rids, scores, strict=True)
+        ]
+        return JsonResponse(answers if body.is_batch else answers[0])
 
     async def model_info(self, request: Request) -> Response:
         service = self._service
