@@ -141,24 +141,21 @@ class Grammars:
 
     def _compile(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
         try:
-            _check_characters(kind, text)
+            if "\0" in text or (kind in ("json_schema", "structural_tag") and "\\u0000" in text):
+                raise ValueError("got a NUL character, need none: it would end the process")
             compiler = self._load_compiler()
+            if kind == "json_schema" and text == ANY_JSON:
+                return compiler.compile_builtin_json_grammar()
             if kind == "json_schema":
-                return self._compile_schema(compiler, text)
+                for schema, place in _schemas(json.loads(text), "#", depth=0):
+                    _check_schema(schema, place)
+                return compiler.compile_json_schema(text)
             if kind == "structural_tag":
                 return compiler.compile_structural_tag(_modern_tag(json.loads(text)))
             return compiler.compile_regex(text) if kind == "regex" else compiler.compile_grammar(text)
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
             reason = _WHERE.sub("", " ".join(str(exc).split())) or type(exc).__name__
             raise RequestError(f"{kind}: Failed to compile the grammar: {reason}") from exc
-
-    @staticmethod
-    def _compile_schema(compiler: xgrammar.GrammarCompiler, text: str) -> xgrammar.CompiledGrammar:
-        if text == ANY_JSON:
-            return compiler.compile_builtin_json_grammar()
-        for schema, place in _schemas(json.loads(text), "#", depth=0):
-            _check_schema(schema, place)
-        return compiler.compile_json_schema(text)
 
     def _load_compiler(self) -> xgrammar.GrammarCompiler:
         """Read the vocabulary, once."""
@@ -174,11 +171,6 @@ class Grammars:
                 # Its own cache takes one structural tag for another.
                 self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=threads, cache_enabled=False)
             return self._compiler
-
-
-def _check_characters(kind: str, text: str) -> None:
-    if "\0" in text or (kind in ("json_schema", "structural_tag") and "\\u0000" in text):
-        raise ValueError("got a NUL character, need none: it would end the process")
 
 
 def _modern_tag(tag: Any) -> Any:

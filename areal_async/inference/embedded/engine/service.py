@@ -30,11 +30,6 @@ from areal_async.inference.embedded.engine.worker import ModelThread
 
 log = structlog.get_logger()
 
-_UNFLUSHED = (
-    "Weights were updated, but the cache was not flushed because requests are still running or queued. Retract or "
-    "finish them, then call /flush_cache."
-)
-
 
 class WeightsUpdate(msgspec.Struct, kw_only=True):
     """What an update of the weights is to do beside them, wherever they come from."""
@@ -50,7 +45,10 @@ class WeightsUpdate(msgspec.Struct, kw_only=True):
             WeightsError: it was, but the cache was not flushed as asked for.
         """
         if not is_flushed:
-            raise WeightsError(_UNFLUSHED)
+            raise WeightsError(
+                "Weights were updated, but the cache was not flushed because requests are still running or queued. "
+                "Retract or finish them, then call /flush_cache."
+            )
         return f"{done} Weight version updated to {self.weight_version}." if self.weight_version is not None else done
 
 

@@ -112,9 +112,9 @@ class StopStrings:
     def match(self, output_ids: Sequence[int]) -> tuple[str | None, bool]:
         """Return the stop string just completed, if any, and whether the text may be on its way to one."""
         tail = self._tokenizer.decode(output_ids[-self._window_tokens :], skip_special_tokens=False)
-        for text in self._stop:
-            if text in tail:
-                return text, True
+        matched = next((text for text in self._stop if text in tail), None)
+        if matched is not None:
+            return matched, True
         is_partial = any(
             tail.endswith(text[:length]) for text in self._stop for length in range(1, min(len(text), len(tail)) + 1)
         )

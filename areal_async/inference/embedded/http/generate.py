@@ -66,12 +66,13 @@ class GenerateEndpoint:
         grammars = [one.grammar and await self._service.grammars.begin(*one.grammar) for one in params]
         requests: list[OpenRequest] = []
         for index, prompt_ids in enumerate(prompts):
+            rid = _pick(body.rid, index, count)
             request = self._service.open(
                 prompt_ids,
                 params[index],
                 grammar=grammars[index],
                 num_top_logprobs=_pick(body.top_logprobs_num, index, count) or 0,
-                rid=_rid(body, index, count),
+                rid=f"{rid}_{index}" if body.is_batch and isinstance(body.rid, str) else rid,
                 is_stream=body.stream,
                 return_logprob=bool(_pick(body.return_logprob, index, count)),
                 return_prompt_token_ids=body.return_prompt_token_ids,
@@ -89,11 +90,6 @@ def _pick(value: Any, index: int, count: int) -> Any:
     if len(value) != count:
         raise RequestError(f"batch: got {len(value)} values for {count} prompts, need one each")
     return value[index]
-
-
-def _rid(body: GenerateBody, index: int, count: int) -> str | None:
-    rid: str | None = _pick(body.rid, index, count)
-    return f"{rid}_{index}" if body.is_batch and isinstance(body.rid, str) else rid
 
 
 async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
