@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 
 import msgspec
 
@@ -132,8 +133,8 @@ class Journal:
 
     def num_cut_groups(self, *, through_step: int) -> int:
         """Return how many groups the surviving cuts of steps up to ``through_step`` hold."""
-        count = self._num_closed_steps(through_step)
-        closed = self._num_closed[count - 1] if count else 0
+        num_steps = self._num_closed_steps(through_step)
+        closed = self._num_closed[num_steps - 1] if num_steps else 0
         return closed + sum(len(cut.groups) for step, cut in self.cuts.items() if step <= through_step)
 
     def _num_closed_steps(self, through_step: int) -> int:
@@ -141,15 +142,12 @@ class Journal:
 
     def steps_to_replay(self) -> list[int]:
         """The journalled steps after the checkpoint, without a gap."""
-        steps: list[int] = []
-        while self.restored_step + len(steps) + 1 in self.cuts:
-            steps.append(self.restored_step + len(steps) + 1)
-        return steps
+        return list(takewhile(self.cuts.__contains__, count(self.restored_step + 1)))
 
     def cut_to_replay(self, step: int) -> Cut:
         """Return a step's cut without the groups that fell out of it when it was first trained."""
         cut = self.cuts[step]
-        kept = [group for group in cut.groups if self._may_train(group.group_id)]
+        kept = [group for group in cut.groups if self.end_of(group.group_id) in (None, OutcomeKind.TRAINED)]
         return msgspec.structs.replace(cut, groups=kept)
 
     def without_end(self) -> list[CutGroup]:
@@ -169,9 +167,6 @@ class Journal:
             held = {group.group_id for group in self.cuts[step].groups}
             return sorted(set(trained) - held)
         return sorted(one for one in trained if not self.is_cut(step) or self.end_of(one) is not OutcomeKind.TRAINED)
-
-    def _may_train(self, group_id: str) -> bool:
-        return self.end_of(group_id) in (None, OutcomeKind.TRAINED)
 
     def open_groups(self) -> set[str]:
         """Return the groups of the surviving cuts; those of closed ones are settled."""

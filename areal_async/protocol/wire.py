@@ -197,15 +197,12 @@ class EncodedMessage(NamedTuple):
 
 def encode_message(trajectories: Seq[Trajectory], ticket: Ticket) -> EncodedMessage:
     """Encode some slots of one ticket's group as one message."""
-    blobs = [encode_trajectory(trajectory) for trajectory in trajectories]
+    blobs = [encode_trajectory(one) for one in trajectories]
     slots = [
         msgspec.structs.replace(
-            trajectory.slot,
-            crc32=zlib.crc32(blob),
-            index=index,
-            reason=trajectory.slot.reason[:MAX_REASON_CHARACTERS],
+            one.slot, crc32=zlib.crc32(blob), index=index, reason=one.slot.reason[:MAX_REASON_CHARACTERS]
         )
-        for index, (trajectory, blob) in enumerate(zip(trajectories, blobs, strict=True))
+        for index, (one, blob) in enumerate(zip(trajectories, blobs, strict=True))
     ]
     group = _GroupHeader(
         schema=SCHEMA, group_id=ticket.group_id, workflow=ticket.workflow, ticket_version=ticket.version,
