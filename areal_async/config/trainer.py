@@ -114,7 +114,11 @@ class TrainerSettings(EngineSettings):
     @model_validator(mode="after")
     def _check_layouts(self) -> Self:
         self.lora.check_layout(pipeline_parallel=self.pipeline_parallel, tensor_parallel=self.tensor_parallel)
-        for role, layout in (("", self), ("critic.", self.for_critic), ("reference.", self.for_reference)):
+        for role, layout in (
+            ("", self),
+            ("critic.", self.for_role("critic")),
+            ("reference.", self.for_role("reference")),
+        ):
             whole = layout.pipeline_parallel * layout.tensor_parallel * layout.replicas
             if self.num_ranks % whole:
                 raise ValueError(
@@ -129,16 +133,7 @@ class TrainerSettings(EngineSettings):
         """Derived: stages of a pipeline on each of its ranks."""
         return self.pipeline_stages_per_rank if self.pipeline_schedule == "interleaved" else 1
 
-    @property
-    def for_critic(self) -> "TrainerSettings":
-        """Derived: these settings as the critic's engine takes them."""
-        return self._over(self.critic)
-
-    @property
-    def for_reference(self) -> "TrainerSettings":
-        """Derived: these settings as the reference's engine takes them."""
-        return self._over(self.reference)
-
-    def _over(self, role: LayoutSettings) -> "TrainerSettings":
-        own = {name: value for name, value in role.model_dump().items() if value is not None}
-        return self.model_copy(update=own)
+    def for_role(self, role: Literal["critic", "reference"]) -> "TrainerSettings":
+        """Return these settings as the engine of a role takes them."""
+        own: LayoutSettings = getattr(self, role)
+        return self.model_copy(update=own.model_dump(exclude_none=True))

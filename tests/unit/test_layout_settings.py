@@ -14,7 +14,7 @@ def test_models_beside_the_policy_have_its_layout_where_they_have_none_of_their_
 
     layouts = [
         (one.pipeline_parallel, one.tensor_parallel, one.replicas)
-        for one in (trainer, trainer.for_critic, trainer.for_reference)
+        for one in (trainer, trainer.for_role("critic"), trainer.for_role("reference"))
     ]
 
     assert layouts == [(1, 2, 2), (4, 1, 2), (1, 2, 2)]

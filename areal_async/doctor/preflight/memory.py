@@ -120,11 +120,11 @@ def _rank_bytes(settings: Settings, sizes: dict[str, ModelSize], *, offloads: bo
     dtype, trainer = settings.model.dtype, settings.trainer
     total = sizes["actor"].trainer_bytes(trainer, dtype=dtype, offloads=offloads)
     if "critic" in sizes:
-        whole = trainer.for_critic.model_copy(update={"lora": LoraSettings()})
+        whole = trainer.for_role("critic").model_copy(update={"lora": LoraSettings()})
         total += sizes["critic"].trainer_bytes(whole, dtype=dtype, offloads=offloads)
     is_base = trainer.lora.is_on and settings.model.reference.path in (None, settings.model.path)
     if "reference" in sizes and not is_base:  # what adapters are trained over is there already
-        total += sizes["reference"].frozen_bytes(trainer.for_reference, dtype=dtype)
+        total += sizes["reference"].frozen_bytes(trainer.for_role("reference"), dtype=dtype)
     return total
 
 

@@ -45,7 +45,7 @@ class CriticEngine(TrainedEngine[Tensor]):
         super().__init__(
             load_critic,
             model=settings.model.for_role("critic"),
-            trainer=settings.trainer.for_critic,
+            trainer=settings.trainer.for_role("critic"),
             ranks=ranks,
             num_minibatches=settings.algorithm.num_minibatches,
         )
@@ -53,7 +53,7 @@ class CriticEngine(TrainedEngine[Tensor]):
 
     def change(self, settings: Settings) -> None:
         """Take the peak of the learning rate's schedule of these, from the next step on."""
-        self._set_peak(settings.trainer.for_critic.lr)
+        self._set_peak(settings.trainer.for_role("critic").lr)
 
     def values(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """Return for each row the value before every token in its loss; 0 elsewhere [L]."""

@@ -241,7 +241,7 @@ class ReferenceEngine(ModelEngine[Scores]):
         super().__init__(
             functools.partial(load_policy, is_frozen=True),
             model=settings.model.for_role("reference"),
-            trainer=settings.trainer.for_reference,
+            trainer=settings.trainer.for_role("reference"),
             ranks=ranks,
         )
 

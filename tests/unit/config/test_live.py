@@ -320,14 +320,18 @@ def test_a_step_is_trained_with_what_its_cut_says_whatever_the_settings_say_now(
     cut = settings_of_step(PPO, lr=1e-6, numbers=numbers)
     replayed = settings_of_step(resumed, lr=2e-6, numbers=numbers)
 
-    assert (cut.trainer.for_critic.lr, cut.algorithm.kl_coef, cut.trainer.lr) == (1e-4, 0.3, 1e-6)
-    assert (replayed.trainer.for_critic.lr, replayed.algorithm.kl_coef, replayed.trainer.lr) == (1e-4, 0.3, 2e-6)
+    assert (cut.trainer.for_role("critic").lr, cut.algorithm.kl_coef, cut.trainer.lr) == (1e-4, 0.3, 1e-6)
+    assert (replayed.trainer.for_role("critic").lr, replayed.algorithm.kl_coef, replayed.trainer.lr) == (
+        1e-4,
+        0.3,
+        2e-6,
+    )
     assert replayed.algorithm.eps_clip_higher is None
     assert settings_of_step(PPO, lr=0.0, numbers={}) == PPO, "a cut of before says nothing"
 
 
 def test_a_critic_without_a_rate_of_its_own_follows_the_policys() -> None:
-    assert settings_of_step(PPO, lr=3e-6, numbers=step_numbers(PPO)).trainer.for_critic.lr == 3e-6
+    assert settings_of_step(PPO, lr=3e-6, numbers=step_numbers(PPO)).trainer.for_role("critic").lr == 3e-6
 
 
 def test_a_step_does_not_ask_for_a_model_that_a_resumed_run_is_without() -> None:

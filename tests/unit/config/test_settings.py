@@ -72,7 +72,10 @@ def test_what_is_set_for_a_critic_or_a_reference_needs_one() -> None:
 
     with pytest.raises(ValueError, match=r"trainer.critic.lr: got 1e-05 with .*grpo, kl_coef=0, which has no critic"):
         Settings.model_validate({"trainer": trainer})
-    assert Settings.model_validate({"trainer": trainer, "algorithm": {"name": "ppo"}}).trainer.for_critic.lr == 1e-5
+    assert (
+        Settings.model_validate({"trainer": trainer, "algorithm": {"name": "ppo"}}).trainer.for_role("critic").lr
+        == 1e-5
+    )
     layout = {"reference": {"tensor_parallel": 1}}
     with pytest.raises(
         ValueError, match=r"trainer.reference.tensor_parallel: got 1 .* no reference; .* kl_coef over 0"
