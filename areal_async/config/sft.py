@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from areal_async.config.settings import DatasetSettings, LoraSettings, TrainerSettings
+from areal_async.config.settings import DatasetSettings, LoraSettings
 from areal_async.config.tuning import TuningRunSettings, TuningSettings, TuningTrainerSettings
 
 
@@ -29,13 +29,6 @@ class SftTrainerSettings(TuningTrainerSettings):
     """Rows per step, over all ranks."""
     lora: LoraSettings = LoraSettings()
     """Adapters instead of all weights; ``transfer`` means nothing here."""
-
-    @property
-    def engine(self) -> TrainerSettings:
-        """The engine's settings."""
-        engine = super().engine
-        self.lora.check_layout(pipeline_parallel=engine.pipeline_parallel, tensor_parallel=engine.tensor_parallel)
-        return engine.model_copy(update={"lora": self.lora})
 
 
 class SftSettings(TuningSettings):

@@ -50,8 +50,9 @@ class TuningTrainerSettings(EngineSettings):
 
     @property
     def engine(self) -> TrainerSettings:
-        """The engine's settings."""
-        return TrainerSettings(**{name: getattr(self, name) for name in EngineSettings.model_fields})
+        """The engine's settings: those of a run's trainer that there are here."""
+        shared = [name for name in TrainerSettings.model_fields if name in type(self).model_fields]
+        return TrainerSettings(**{name: getattr(self, name) for name in shared})
 
 
 class TuningEvalSettings(Section):
