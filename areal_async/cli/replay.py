@@ -7,18 +7,14 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from areal_async.algorithms.graphs import step_graph
 from areal_async.cli.checks import check_model
 from areal_async.cli.ranks import own_rank, run_ranks
 from areal_async.config.resumed import differences
 from areal_async.config.settings import AlgorithmSettings, Settings
-from areal_async.config.sources import load_settings
+from areal_async.config.sources import from_command_line, override_settings, resolve
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.process.stdio import say
@@ -75,14 +71,11 @@ def load_replay_settings(directory: RunDirectory, overrides: Sequence[str]) -> t
     recorded = directory.read_settings()
     name = directory.path.name
     own = ["--run.name", f"{name}{SUFFIX}", "--run.directory", str(directory.path.parent)]
-    settings = load_settings(directory.config, [*own, *overrides], use_environment=False)
+    settings = override_settings(recorded, [*own, *overrides])
     if settings.algorithm.name != recorded.algorithm.name:
-        with TemporaryDirectory() as folder:
-            # The run's file has every knob of its preset, which would win over those of the new one.
-            config = Path(folder) / directory.config.name
-            data = recorded.model_dump(mode="json") | {"algorithm": own_knobs(recorded.algorithm)}
-            config.write_text(yaml.safe_dump(data))
-            settings = load_settings(config, [*own, *overrides], use_environment=False)
+        # The run's file has every knob of its preset, which would win over those of the new one.
+        data = recorded.model_dump(mode="json") | {"algorithm": own_knobs(recorded.algorithm)}
+        settings = resolve(data, from_command_line([*own, *overrides], Settings), Settings)
     if (settings.run_directory / "bus").exists() or settings.run_directory.absolute() == directory.path:
         raise UserError(
             f"run.name: got {settings.run.name}, need a name that no run has, for the replay writes there; choose "

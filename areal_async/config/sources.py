@@ -95,7 +95,7 @@ def read_sources(config: Path | None, overrides: Sequence[str], kind: type[BaseM
     return Sources(
         file=tuple(_from_file(config, is_resolved=False)) if config is not None else (),
         environment=tuple(_from_environment(kind)),
-        command_line=tuple(_from_command_line(overrides, kind)),
+        command_line=tuple(from_command_line(overrides, kind)),
     )
 
 
@@ -125,7 +125,7 @@ def load_kind(kind: type[S], config: Path | None, overrides: Sequence[str] = (),
     if use_environment:
         return resolve({}, read_sources(config, overrides, kind).all, kind)
     resolved = _from_file(config, is_resolved=True) if config is not None else ()
-    return resolve({}, [*resolved, *_from_command_line(overrides, kind)], kind)
+    return resolve({}, [*resolved, *from_command_line(overrides, kind)], kind)
 
 
 def override_settings(settings: S, overrides: Sequence[str]) -> S:
@@ -135,7 +135,7 @@ def override_settings(settings: S, overrides: Sequence[str]) -> S:
         UserError: an unknown name or a wrong value.
     """
     kind = type(settings)
-    return resolve(settings.model_dump(mode="json"), list(_from_command_line(overrides, kind)), kind)
+    return resolve(settings.model_dump(mode="json"), from_command_line(overrides, kind), kind)
 
 
 def resolve(base: Mapping[str, Any], assignments: Sequence[Assignment], kind: type[S]) -> S:
@@ -207,8 +207,13 @@ def _from_environment(kind: type[BaseModel]) -> Iterator[Assignment]:
             yield _parsed(parts, text, 2, f"in the environment ({name.upper()})", kind)
 
 
-def _from_command_line(overrides: Sequence[str], kind: type[BaseModel]) -> Iterator[Assignment]:
-    words = iter(overrides)
+def from_command_line(overrides: Sequence[str], kind: type[BaseModel]) -> list[Assignment]:
+    """Return what ``--section.key value`` or ``--section.key=value`` give, as split by the shell.
+
+    Raises:
+        UserError: words that are no settings.
+    """
+    found, words = [], iter(overrides)
     for word in words:
         name, equals, text = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not name:
@@ -216,7 +221,8 @@ def _from_command_line(overrides: Sequence[str], kind: type[BaseModel]) -> Itera
         value = text if equals else next(words, None)
         if value is None or (not equals and value.startswith("--")):
             raise UserError(f"command line: --{name} has no value; write --{name}=VALUE")
-        yield _parsed(tuple(name.split(".")), value, 3, f"on the command line (--{name})", kind)
+        found.append(_parsed(tuple(name.split(".")), value, 3, f"on the command line (--{name})", kind))
+    return found
 
 
 def _parsed(parts: Parts, text: str, rank: int, origin: str, kind: type[BaseModel]) -> Assignment:
