@@ -7,7 +7,7 @@ its own nodes, under the weights that its servers hold now; the controller is as
 import argparse
 import secrets
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from areal_async.cli.try_ import MAX_ATTEMPTS, SPARE_STREAMS, check, choose_tria
 from areal_async.config.metrics import TO_FILES
 from areal_async.config.settings import HeldOut, Settings, TaskSettings
 from areal_async.config.sources import load_settings
-from areal_async.controller.accuracy import measure, most_frequent
+from areal_async.controller.accuracy import sum_up
 from areal_async.data.rows import load_rows
 from areal_async.errors import BusError, UnansweredError, UserError
 from areal_async.launch.run import visit_live
@@ -149,21 +149,8 @@ def tell(result: Result, *, as_json: bool) -> None:
 
 def result_of(answers: Sequence[tuple[int, Slot]], *, workflow: str, model: str, num_samples: int = 1) -> Result:
     """Return what answers came to, each given with its row's place."""
-    rewards: dict[int, list[float]] = defaultdict(list)
-    for row, slot in answers:
-        if slot.status is SlotStatus.SCORED:
-            rewards[row].append(slot.reward)
-    measured = measure(rewards.values(), num_samples=num_samples)
-    num_scored = sum(map(len, rewards.values()))
-    return Result(
-        workflow=workflow,
-        model=model,
-        num_scored=num_scored,
-        num_failed=len(answers) - num_scored,
-        reasons=most_frequent(slot.reason for _, slot in answers if slot.status is not SlotStatus.SCORED),
-        num_samples=num_samples,
-        **measured._asdict(),
-    )
+    told = [(row, slot.reward if slot.status is SlotStatus.SCORED else None, slot.reason) for row, slot in answers]
+    return Result(workflow=workflow, model=model, **sum_up(told, num_samples=num_samples))
 
 
 # here

@@ -2,9 +2,9 @@
 
 import math
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 Z_95 = 1.959964
 """Half width, in standard deviations, of the middle 95 % of the standard normal distribution."""
@@ -26,6 +26,26 @@ class Measured(NamedTuple):
     """k -> pass@k, for 1, 2, 4, ... and the number of answers; empty for one answer a row."""
     is_graded: bool
     """Whether a reward is neither 0 nor 1: then the mean says how good answers are, and not how many are right."""
+
+
+def sum_up(answers: Collection[tuple[int, float | None, str]], *, num_samples: int) -> dict[str, Any]:
+    """Return what answers came to, by the names that ``EvalRecord`` has for it.
+
+    Args:
+        answers: place of the row, reward (None where there is none), and why there is none.
+    """
+    rows: dict[int, list[float]] = defaultdict(list)
+    for row, reward, _ in answers:
+        if reward is not None:
+            rows[row].append(reward)
+    num_scored = sum(map(len, rows.values()))
+    return {
+        **measure(rows.values(), num_samples=num_samples)._asdict(),
+        "num_scored": num_scored,
+        "num_failed": len(answers) - num_scored,
+        "num_samples": num_samples,
+        "reasons": most_frequent(reason for _, reward, reason in answers if reward is None),
+    }
 
 
 def measure(rows: Iterable[Sequence[float]], *, num_samples: int) -> Measured:

@@ -6,7 +6,6 @@ where the stream gets full: it holds tickets and results, and any process that f
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from areal_async.bus import Bus, Delivery, Inbox
-from areal_async.controller.accuracy import measure, most_frequent
+from areal_async.controller.accuracy import sum_up
 from areal_async.controller.tasks import Tasks
 from areal_async.protocol import wire
 from areal_async.protocol.events import EvaluationFinished
@@ -208,18 +207,12 @@ def _lost(eval_id: str, answer: Answer) -> EvalResult:
 
 def _record(version: Version, workflow: str, results: Collection[EvalResult], num_samples: int) -> EvalRecord:
     scored = [result for result in results if not result.error]
-    rewards: dict[int, list[float]] = defaultdict(list)
-    for result in scored:
-        rewards[result.index].append(result.reward)
+    answers = [(result.index, None if result.error else result.reward, result.error) for result in results]
     return EvalRecord(
         eval_id=str(version),
         step=version.step,
         workflow=workflow,
-        num_scored=len(scored),
-        num_failed=len(results) - len(scored),
         oldest=str(min((Version.parse(result.oldest) for result in scored if result.oldest), default=version)),
         newest=str(max((Version.parse(result.newest) for result in scored if result.newest), default=version)),
-        num_samples=num_samples,
-        **measure(rewards.values(), num_samples=num_samples)._asdict(),
-        reasons=most_frequent(result.error for result in results if result.error),
+        **sum_up(answers, num_samples=num_samples),
     )
