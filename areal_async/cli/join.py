@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import anyio
 
@@ -55,13 +54,11 @@ def read_invitation(arguments: argparse.Namespace) -> Invitation:
         raise UserError(f"--run: got {arguments.run!r}, need the name of the run to join")
     if arguments.run_directory is not None:
         raise UserError("--run-directory: got it with --join, which makes its own; leave one of them out")
-    credentials, ca = (None if path is None else Path(path) for path in (arguments.credentials, arguments.ca))
-    directory = RunSettings().directory if arguments.directory is None else Path(arguments.directory)
     return Invitation(
         run=arguments.run,
         url=arguments.join,
-        credentials=credentials,
-        ca=ca,
-        directory=directory,
+        credentials=arguments.credentials,
+        ca=arguments.ca,
+        directory=arguments.directory or RunSettings().directory,
         allows_other_files=arguments.allow_other_files,
     )

@@ -12,6 +12,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from areal_async.errors import PipelineError, UserError, leaves_of
@@ -69,8 +70,8 @@ _HELP_SETTINGS = _flag("--help-settings", "list every setting with its default a
 _RUN = _value("--run", "NAME", "name of the run, or its directory", required=True)
 _REMOTE = (
     _value("--bus.url", "URL", "the broker of a run elsewhere; its name alone is needed then", dest="url"),
-    _value("--bus.credentials", "FILE", "with --bus.url: the operator's key", dest="credentials"),
-    _value("--bus.ca", "FILE", "with --bus.url: who signed the broker's certificate", dest="ca"),
+    _value("--bus.credentials", "FILE", "with --bus.url: the operator's key", dest="credentials", type=Path),
+    _value("--bus.ca", "FILE", "with --bus.url: who signed the broker's certificate", dest="ca", type=Path),
 )
 _BY = _value("--by", "WHO", "for the audit record; else the user and the host")
 _REASON = _value("--reason", "TEXT", "for the audit record")
@@ -227,10 +228,10 @@ VERBS = {
         _value("--join", "URL", "join the run --run at this broker: nats://HOST:PORT, tls://..."),
         _value("--run", "NAME", "with --join: the run's name"),
         _value("--node-id", "ID", "its own among the run's nodes; with --join, else a new one"),
-        _value("--credentials", "FILE", "with --join: the node's key"),
-        _value("--ca", "FILE", "with --join: who signed the broker's certificate"),
+        _value("--credentials", "FILE", "with --join: the node's key", type=Path),
+        _value("--ca", "FILE", "with --join: who signed the broker's certificate", type=Path),
         _flag("--allow-other-files", "with --join: though workflows or rewards are not the run's"),
-        _value("--directory", "DIR", "with --join: where this host's runs are (runs)"),
+        _value("--directory", "DIR", "with --join: where this host's runs are (runs)", type=Path),
         _value("--run-directory", "DIR", "without --join: where run left config.yaml and bus/url"),
         **_WORKS,
     ),

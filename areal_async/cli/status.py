@@ -67,6 +67,5 @@ def remote_settings(arguments: argparse.Namespace) -> Settings:
     """
     if not RUN_NAME.fullmatch(arguments.run):
         raise UserError(f"--run: got {arguments.run!r}, need the name of the run that is at --bus.url")
-    credentials, ca = (None if path is None else Path(path) for path in (arguments.credentials, arguments.ca))
-    bus = BusSettings(url=arguments.url, credentials=credentials, ca=ca)
+    bus = BusSettings(url=arguments.url, credentials=arguments.credentials, ca=arguments.ca)
     return Settings(run=RunSettings(name=arguments.run), bus=bus)
