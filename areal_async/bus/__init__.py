@@ -13,7 +13,7 @@ when the broker refuses, it raises ``BusError``.
 from areal_async.bus.broker_config import credentials_for, credentials_path
 from areal_async.bus.inbox import Delivery, Inbox
 from areal_async.bus.inspection import HeldError, copied_broker
-from areal_async.bus.jetstream import Bus, StreamState, open_bus
+from areal_async.bus.jetstream import Bus, StreamState, open_bus, open_run_bus
 from areal_async.bus.log import Message
 from areal_async.bus.permissions import Role
 from areal_async.bus.server import EmbeddedBroker
@@ -50,6 +50,7 @@ __all__ = [
     "hearing_reports",
     "json_object",
     "open_bus",
+    "open_run_bus",
     "serving",
     "take_trainer_consumer",
 ]

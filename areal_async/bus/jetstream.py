@@ -7,7 +7,7 @@ that was cancelled may or may not have been carried out, and is repeated safely 
 
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from areal_async.bus.api import Published
+from areal_async.bus.broker_config import credentials_for
 from areal_async.bus.connection import Connection, ConnectionLostError, Received, connect
 from areal_async.bus.dead import decode
 from areal_async.bus.inbox import Delivery, Inbox, settle
@@ -23,6 +24,7 @@ from areal_async.bus.keys import Keys
 from areal_async.bus.log import POLL_S, Follow, Message, StreamReader
 from areal_async.bus.permissions import Role
 from areal_async.bus.sweep import Sweep
+from areal_async.config.settings import Settings
 from areal_async.errors import BusError, StreamFullError, WireError
 from areal_async.process.bell import Bell
 from areal_async.protocol import wire
@@ -32,6 +34,7 @@ from areal_async.protocol.types import Record
 
 R = TypeVar("R", bound=Record)
 
+CONNECT_DEADLINE_S = 10.0
 EMIT_DEADLINE_S = 1.0
 FIRST_FULL_WAIT_S = 0.1
 MAX_FULL_WAIT_S = 2.0
@@ -254,7 +257,7 @@ async def open_bus(
     instance: str = "0",
     credentials: Path | None = None,
     ca: Path | None = None,
-    connect_deadline_s: float = 10.0,
+    connect_deadline_s: float = CONNECT_DEADLINE_S,
     operation_deadline_s: float = 60.0,
 ) -> AsyncIterator[Bus]:
     """Connect a process to its run; at the end send what is written and close, within a few seconds.
@@ -277,3 +280,36 @@ async def open_bus(
     )
     async with aclosing(connection):
         yield Bus(connection, names=names, operation_deadline_s=operation_deadline_s)
+
+
+def open_run_bus(
+    settings: Settings,
+    run_directory: Path,
+    url: str,
+    role: Role,
+    *,
+    instance: str = "0",
+    credentials: Path | None = None,
+    connect_deadline_s: float = CONNECT_DEADLINE_S,
+    operation_deadline_s: float | None = None,
+) -> AbstractAsyncContextManager[Bus]:
+    """Connect a process to its run as ``open_bus`` does, with what the run's settings say.
+
+    Args:
+        url: where the run's broker is now.
+        credentials: ``None`` takes what the role shows the run's broker.
+        operation_deadline_s: ``None`` takes ``bus.operation_deadline_s``.
+
+    Raises:
+        UserError: the broker cannot be reached, refuses, or is too old.
+    """
+    return open_bus(
+        url,
+        names=settings.names,
+        role=role,
+        instance=instance,
+        credentials=credentials or credentials_for(settings, run_directory, role),
+        ca=settings.bus.ca,
+        connect_deadline_s=connect_deadline_s,
+        operation_deadline_s=operation_deadline_s or settings.bus.operation_deadline_s,
+    )

@@ -9,7 +9,7 @@ import anyio
 import msgspec
 import structlog
 
-from areal_async.bus import Bus, Role, credentials_for, open_bus
+from areal_async.bus import Bus, Role, open_run_bus
 from areal_async.config.settings import Settings
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.controller import Controller
@@ -78,14 +78,7 @@ def _check_sendable(settings: Settings, trained: Sequence[Used]) -> None:
 
 
 async def _run(settings: Settings, run_directory: Path, bus_url: str, tasks: Tasks, held_out: Tasks) -> None:
-    async with open_bus(
-        bus_url,
-        names=settings.names,
-        role=Role.CONTROLLER,
-        credentials=credentials_for(settings, run_directory, Role.CONTROLLER),
-        ca=settings.bus.ca,
-        operation_deadline_s=settings.bus.operation_deadline_s,
-    ) as bus:
+    async with open_run_bus(settings, run_directory, bus_url, Role.CONTROLLER) as bus:
         await check_permissions(bus)
         evaluator = (
             Evaluator(bus, held_out, file=run_directory / "eval.jsonl", num_samples=settings.eval.samples)

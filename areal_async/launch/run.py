@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 
 import areal_async
-from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, open_bus
+from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_run_bus
 from areal_async.bus.inspection import after_others
 from areal_async.bus.streams import delete_run, forget_nodes, list_runs
 from areal_async.config.resumed import EMBEDDED as EMBEDDED
@@ -362,12 +362,11 @@ def _operator(
     connect_deadline_s: float = CONNECT_DEADLINE_S,
     operation_deadline_s: float | None = None,
 ) -> AbstractAsyncContextManager[Bus]:
-    return open_bus(
+    return open_run_bus(
+        settings,
+        directory.path,
         url,
-        names=settings.names,
-        role=Role.OPERATOR,
-        credentials=credentials_for(settings, directory.path, Role.OPERATOR),
-        ca=settings.bus.ca,
+        Role.OPERATOR,
         connect_deadline_s=connect_deadline_s,
-        operation_deadline_s=operation_deadline_s or settings.bus.operation_deadline_s,
+        operation_deadline_s=operation_deadline_s,
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import anyio
 
-from areal_async.bus import Role, credentials_for, open_bus
+from areal_async.bus import Role, open_run_bus
 from areal_async.config.settings import Settings
 from areal_async.process import stacks
 from areal_async.rollout.node import run_node, run_signals
@@ -27,15 +27,7 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str, node_id: str) 
 async def _run(settings: Settings, run_directory: Path, bus_url: str, node_id: str) -> None:
     draining = anyio.Event()
     async with (
-        open_bus(
-            bus_url,
-            names=settings.names,
-            role=Role.NODE,
-            instance=node_id,
-            credentials=credentials_for(settings, run_directory, Role.NODE),
-            ca=settings.bus.ca,
-            operation_deadline_s=settings.bus.operation_deadline_s,
-        ) as bus,
+        open_run_bus(settings, run_directory, bus_url, Role.NODE, instance=node_id) as bus,
         anyio.create_task_group() as tasks,
     ):
 

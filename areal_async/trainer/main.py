@@ -10,7 +10,7 @@ import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
-from areal_async.bus import Bus, Role, credentials_for, open_bus, serving
+from areal_async.bus import Bus, Role, open_run_bus, serving
 from areal_async.config.settings import Settings
 from areal_async.inference.weight_group import GLOO, NCCL
 from areal_async.process import interned_names, stacks
@@ -73,15 +73,7 @@ async def _run_rank(
 ) -> None:
     ranks = engines.actor.dims.all
     async with (
-        open_bus(
-            bus_url,
-            names=settings.names,
-            role=Role.TRAINER,
-            instance=str(ranks.rank),
-            credentials=credentials_for(settings, run_directory, Role.TRAINER),
-            ca=settings.bus.ca,
-            operation_deadline_s=settings.bus.operation_deadline_s,
-        ) as bus,
+        open_run_bus(settings, run_directory, bus_url, Role.TRAINER, instance=str(ranks.rank)) as bus,
         anyio.create_task_group() as loops,
     ):
         lineage = await Lineage.take(bus) if ranks.rank == 0 else None

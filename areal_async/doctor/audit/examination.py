@@ -2,6 +2,7 @@
 one's store is copied and the copy asked. Neither is changed.
 """
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from areal_async.algorithms.advantages import advantage_rule
-from areal_async.bus import Bus, HeldError, Role, copied_broker, credentials_for, open_bus
+from areal_async.bus import Bus, HeldError, Role, copied_broker, open_run_bus
 from areal_async.config.settings import Settings, TaskSettings
 from areal_async.data.rows import load_rows
 from areal_async.doctor.audit.coverage import admitted_groups, rule_covered
@@ -68,7 +69,7 @@ def diagnose(run: str, evidence: RunRecord) -> Diagnosis:
         slots={
             "acknowledged": len(audit.received),
             "in the broker": len(audit.stored),
-            **audit.num_slots_by_fate(),
+            **dict(Counter(fate.kind for fate in audit.fates.values()).most_common()),
             **num_ids(rulings, ViolationKind.LOST, ViolationKind.TWICE, ViolationKind.OVER_AGE),
         },
         notes=notes,
@@ -131,7 +132,7 @@ def _task_rules(settings: Settings, task: TaskSettings) -> TaskRules:
 @asynccontextmanager
 async def _open(settings: Settings, run_directory: Path, bus_url: str) -> AsyncIterator[tuple[Bus, list[str] | None]]:
     """Connect to the run's broker, with ``None``, or to one with a copy of its store, with what is to be said of it."""
-    url, credentials = bus_url, credentials_for(settings, run_directory, Role.OPERATOR)
+    url, credentials = bus_url, None
     notes, holder = None, "its broker is not embedded"
     async with AsyncExitStack() as stack:
         if settings.bus.url == "embedded":
@@ -141,13 +142,13 @@ async def _open(settings: Settings, run_directory: Path, bus_url: str) -> AsyncI
                 holder = str(exc)
             else:
                 url, credentials = broker.url, broker.credentials(Role.OPERATOR)
-        bus = open_bus(
+        bus = open_run_bus(
+            settings,
+            run_directory,
             url,
-            names=settings.names,
-            role=Role.OPERATOR,
+            Role.OPERATOR,
             instance="doctor",
             credentials=credentials,
-            ca=settings.bus.ca,
             connect_deadline_s=CONNECT_DEADLINE_S,
         )
         try:

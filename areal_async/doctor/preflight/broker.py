@@ -9,13 +9,14 @@ from urllib.request import urlopen
 
 import anyio.to_thread
 
-from areal_async.bus import Role, credentials_for, open_bus
+from areal_async.bus import Role, open_run_bus
 from areal_async.bus.api import ApiError
 from areal_async.bus.streams import reserved_bytes
 from areal_async.config.settings import MAX_PAYLOAD_BYTES, Settings
 from areal_async.doctor.preflight.findings import PreflightFinding, error, gigabytes, good, good_if, of_mistake, warning
 from areal_async.errors import BusError, UserError
 
+ANSWER_DEADLINE_S = 10.0
 MONITOR_PORT = 8222
 MONITOR_DEADLINE_S = 3.0
 DEFAULT_SYNC_NS = 120e9
@@ -29,13 +30,8 @@ async def check_broker(settings: Settings) -> list[PreflightFinding]:
         return [good("broker", "embedded: it syncs every message before it acknowledges it (sync_interval: always)")]
     started = time.monotonic()
     try:
-        async with open_bus(
-            settings.bus.url,
-            names=settings.names,
-            role=Role.OPERATOR,
-            credentials=credentials_for(settings, settings.run_directory, Role.OPERATOR),
-            ca=settings.bus.ca,
-            operation_deadline_s=10.0,
+        async with open_run_bus(
+            settings, settings.run_directory, settings.bus.url, Role.OPERATOR, operation_deadline_s=ANSWER_DEADLINE_S
         ) as bus:
             took_s = time.monotonic() - started
             greeting = bus.connection.server_info
