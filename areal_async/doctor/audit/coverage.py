@@ -16,7 +16,7 @@ from areal_async.controller.sampler import RowPool
 from areal_async.doctor.audit.reconciliation import OPEN, TRAINED, Reconciliation
 from areal_async.doctor.audit.report import Ruling, Violation, rule
 from areal_async.doctor.audit.report import ViolationKind as Kind
-from areal_async.protocol.types import GroupId, Outcome, OutcomeKind
+from areal_async.protocol.types import GroupId, OutcomeKind
 
 FAILURES = (OutcomeKind.FAILED, OutcomeKind.DEAD)
 
@@ -40,7 +40,6 @@ def rule_covered(audit: Reconciliation, admitted: list[GroupId]) -> Ruling:
         *_strangers(audit),
         *_repeats(audit),
         *_failures(audit),
-        *_dead(audit),
     ]
     if len(audit.accounts.readmissions) < record.num_readmitted:
         text = f"the record counts {record.num_readmitted} re-admissions, the log {len(audit.accounts.readmissions)}"
@@ -125,33 +124,28 @@ def _repeats(audit: Reconciliation) -> Iterator[Violation]:
 
 
 def _failures(audit: Reconciliation) -> Iterator[Violation]:
-    """Failed attempts are counted per prompt, and the last one that is allowed is recorded dead."""
+    """Failed attempts are counted per prompt; the last one that is allowed is recorded dead, and has its letter."""
     limit = audit.evidence.rules.max_attempts
+    letters = {letter.group_id: letter for letter in audit.evidence.dead_letters}
     failed: Counter[tuple[int, int]] = Counter()
-    for outcome in audit.journal.outcomes.values():
+    for name, outcome in audit.journal.outcomes.items():
+        count = outcome.num_failed_attempts
         if outcome.kind in FAILURES:
-            group = GroupId.parse(outcome.group_id)
+            group = GroupId.parse(name)
             failed[group.epoch, group.index] += 1
-        if outcome.kind is OutcomeKind.FAILED and outcome.num_failed_attempts >= limit:
-            text = f"failed {outcome.num_failed_attempts} times and not recorded dead, need at most {limit} attempts"
-            yield Kind.ATTEMPTS.of(outcome.group_id, text)
-        if outcome.kind is OutcomeKind.DEAD and outcome.num_failed_attempts < limit:
-            text = f"recorded dead after {outcome.num_failed_attempts} failed attempts, need {limit}"
-            yield Kind.ATTEMPTS.of(outcome.group_id, text)
+        if outcome.kind is OutcomeKind.FAILED and count >= limit:
+            text = f"failed {count} times and not recorded dead, need at most {limit} attempts"
+            yield Kind.ATTEMPTS.of(name, text)
+        if outcome.kind is OutcomeKind.DEAD:
+            if count < limit:
+                yield Kind.ATTEMPTS.of(name, f"recorded dead after {count} failed attempts, need {limit}")
+            if name not in letters:
+                yield Kind.NO_LETTER.of(name, "recorded dead, and not in the dead-letter stream")
+            elif not letters[name].reason:
+                yield Kind.NO_LETTER.of(name, "in the dead-letter stream without a reason")
     again = Counter((group.epoch, group.index) for group in audit.accounts.again_after_death)
     for prompt, count in sorted(failed.items()):
         allowed = limit * (1 + again[prompt])
         if count > allowed:
             epoch, index = prompt
             yield Kind.ATTEMPTS.of(f"{epoch}-{index}", f"{count} failed attempts, need at most {allowed}")
-
-
-def _dead(audit: Reconciliation) -> Iterator[Violation]:
-    letters: dict[str, Outcome] = {letter.group_id: letter for letter in audit.evidence.dead_letters}
-    for outcome in audit.journal.outcomes.values():
-        if outcome.kind is OutcomeKind.DEAD:
-            letter = letters.get(outcome.group_id)
-            if letter is None:
-                yield Kind.NO_LETTER.of(outcome.group_id, "recorded dead, and not in the dead-letter stream")
-            elif not letter.reason:
-                yield Kind.NO_LETTER.of(outcome.group_id, "in the dead-letter stream without a reason")

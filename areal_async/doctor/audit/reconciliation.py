@@ -119,10 +119,6 @@ class Reconciliation:
         }
         return dict(Counter(states.values()).most_common())
 
-    def num_slots_by_fate(self) -> dict[str, int]:
-        """Count the trajectories."""
-        return dict(Counter(fate.kind for fate in self.fates.values()).most_common())
-
     def unarchived(self) -> list[str]:
         """Say what the archive lacks. A checkpoint waits for it; what was trained since may come yet, or never."""
         missing = [f"the archive of step {step}" for step in sorted(self.ledger.keys() - self.steps.keys())]

@@ -1,9 +1,9 @@
 """A diagnosis as people read it: counts, verdicts, and what refutes a promise or is missing for its proof."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from areal_async.doctor.audit.report import Diagnosis, PromiseVerdict, Ruling
@@ -28,16 +28,11 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def _counts(diagnosis: Diagnosis) -> Table:
-    table = Table("what became of", "groups", "trajectories")
+    table = Table("what became of", Column("groups", justify="right"), Column("trajectories", justify="right"))
     for name in dict.fromkeys([*diagnosis.groups, *diagnosis.slots]):
-        table.add_row(name, _count(diagnosis.groups, name), _count(diagnosis.slots, name))
-    for column in table.columns[1:]:
-        column.justify = "right"
+        columns = diagnosis.groups, diagnosis.slots
+        table.add_row(name, *(f"{counts[name]:,}" if name in counts else "" for counts in columns))
     return table
-
-
-def _count(counts: Mapping[str, int], name: str) -> str:
-    return f"{counts[name]:,}" if name in counts else ""
 
 
 def _verdicts(rulings: Sequence[Ruling]) -> Table:

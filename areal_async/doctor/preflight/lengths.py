@@ -7,7 +7,7 @@ of a conversation is seen so; what it grows to, ``try`` shows.
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from random import Random
@@ -57,12 +57,7 @@ class _Listener:
         self.heard: tuple[int, int] | None = None
 
     async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling_params: Mapping[str, Any],
-        *,
-        preferred: ServerHandle | None = None,
-        on_tokens: Callable[[list[int]], None] | None = None,
+        self, prompt_ids: list[int], sampling_params: Mapping[str, Any], **_: Any
     ) -> tuple[Turn, ServerHandle]:
         if self.heard is None:
             self.heard = len(prompt_ids), sampling_params["max_new_tokens"]

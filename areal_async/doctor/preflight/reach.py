@@ -37,7 +37,12 @@ async def _look(settings: Settings, backend: Backend) -> PreflightFinding:
         address, wanted_port = place_of(bus.url)
     if not others:
         is_own = await anyio.to_thread.run_sync(is_loopback, address)
-        return good(CHECK, f"this one alone{_for_guests(address, is_own=is_own)}")
+        guests = f"nodes of others join at the broker's address {address}"
+        if is_own:
+            guests = (
+                f"nodes of others cannot join, as the broker's address is {address}: set bus.host where some are to"
+            )
+        return good(CHECK, f"this one alone; {guests}")
     await anyio.to_thread.run_sync(functools.partial(refuse_loopback, address, others, is_ours=is_ours))
     with _listening(address, wanted_port, is_ours=is_ours) as port:
         lost = await backend.cannot_reach(address, port)
@@ -47,12 +52,6 @@ async def _look(settings: Settings, backend: Backend) -> PreflightFinding:
         return error(CHECK, saw, cure_for(is_ours=is_ours))
     saw = f"{len(others)} beside this one ({', '.join(others)}), which reach the broker's address {address}"
     return good(CHECK, saw)
-
-
-def _for_guests(address: str, *, is_own: bool) -> str:
-    if is_own:
-        return f"; nodes of others cannot join, as the broker's address is {address}: set bus.host where some are to"
-    return f"; nodes of others join at the broker's address {address}"
 
 
 @contextmanager
