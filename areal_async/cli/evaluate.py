@@ -196,7 +196,6 @@ def _evaluate(
     settings: Settings, tasks: Sequence[HeldOut], *, urls: Sequence[str], logs: Path, traced_in: Path
 ) -> list[Result]:
     """Evaluate one task after the other; ``traced_in`` is where traces are written that go to files."""
-    log.configure("eval", logs)
     for task, dataset, _ in tasks:
         check(settings, task, has_row=True, has_server=bool(urls))
         check_dataset(dataset, "eval.dataset")

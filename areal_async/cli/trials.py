@@ -109,13 +109,14 @@ def _compare_tokenizers(ours: str, facts: Sequence[Facts], tell: Callable[[str],
 
 
 class TemporaryFolder:
-    """A folder of logs that is gone afterwards, unless an error tells the user to look into it."""
+    """A folder to which a verb logs, and which is gone afterwards, unless an error tells the user to look into it."""
 
     def __init__(self, verb: str) -> None:
         self._verb = verb
 
     def __enter__(self) -> Path:
         self._folder = Path(tempfile.mkdtemp(prefix=f"areal-{self._verb}-"))
+        log.configure(self._verb, self._folder)
         return self._folder
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -24,7 +24,6 @@ from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.monitor.trial_output import JsonOutput, Output, TerminalOutput
 from areal_async.process.host import visible_gpus
 from areal_async.protocol.types import Prompt, SlotStatus
-from areal_async.telemetry import log
 
 MAX_ATTEMPTS = 4096
 SPARE_STREAMS = 64
@@ -40,7 +39,6 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     output: Output = JsonOutput() if arguments.json else TerminalOutput(with_tokens=arguments.tokens)
     output.tell(f"settings: {config}; workflow {task.workflow}, model {settings.model.path}")
     with TemporaryFolder("try") as logs:
-        log.configure("try", logs)
         anyio.run(_run, settings, task, arguments, output, logs, backend_options={"use_uvloop": True})
     output.summarise()
     return 1 if output.num_of(SlotStatus.FAILED) else 0
