@@ -8,7 +8,7 @@ import pytest
 
 from areal_async.cli import join
 from areal_async.cli.checks import check_node
-from areal_async.config.settings import MetricsSettings, Settings
+from areal_async.config.settings import InferenceSettings, MetricsSettings, Settings
 from areal_async.errors import UserError
 
 
@@ -44,3 +44,11 @@ def test_a_host_that_cannot_be_scraped_at_the_address_is_refused_and_may_have_it
     with pytest.raises(UserError, match=r"metrics.prometheus_host: got 192\.0\.2\.1, need an address of this host"):
         check_node(settings)
     assert any(fnmatchcase("--metrics.prometheus_host", own) for own in join.OWN)
+
+
+def test_a_host_whose_engine_has_not_the_parser_of_the_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_async.cli.checks.fetch", lambda *_, **__: None)
+    settings = Settings(inference=InferenceSettings(backend="embedded", tool_call_parser="qwen25"))
+
+    with pytest.raises(UserError, match="inference.tool_call_parser: got qwen25, but the embedded engine has no"):
+        check_node(settings)
