@@ -13,6 +13,7 @@ Beside it run the evaluations (``EvaluationSchedule``) and the watch over who is
 in the broker: the log, the ``admitted`` record, the servers' keys. Kill it anywhere.
 """
 
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -124,11 +125,9 @@ class Controller:
         while True:
             record, revision = await self._bus.get(ADMITTED, Admitted)
             self._accounts.admitted = record or Admitted()
-            try:
+            with suppress(ConflictError):  # it admitted once more
                 self._admitted_revision = await self._bus.compare_and_set(ADMITTED, self._accounts.admitted, revision)
                 return
-            except ConflictError:
-                continue  # it admitted once more
 
     # readers
 

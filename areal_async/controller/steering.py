@@ -6,6 +6,7 @@ the controller. Each is told as an event with who gave it and why: the audit rec
 
 import functools
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import anyio.to_thread
 import msgspec
@@ -91,11 +92,9 @@ class RunSteering:
             found, revision = await self._bus.get(CONTROL, Control)
             event = RunOrdered(order=name, by=by, reason=reason)
             wanted = msgspec.structs.replace(found or Control(), by=by, reason=reason, at=event.at, **ORDERS[name])
-            try:
+            with suppress(ConflictError):  # another operator was faster: theirs first, then ours
                 await self._bus.compare_and_set(CONTROL, wanted, revision)
                 break
-            except ConflictError:
-                continue  # another operator was faster: theirs first, then ours
         log.info(event.kind, order=name, by=by, reason=reason)
         await self._bus.publish_event(event)
         answer: Report = msgspec.to_builtins(wanted)
@@ -119,11 +118,9 @@ class RunSteering:
             event = SettingChanged(setting=setting, before=before, after=value, by=by, reason=reason)
             change = Change(value=value, given=given, by=by, reason=reason, at=event.at)
             wanted = Changes(by_setting=changes.by_setting | {setting: change})
-            try:
+            with suppress(ConflictError):  # another operator was faster: theirs first, then ours
                 await self._bus.compare_and_set(CHANGES, wanted, revision)
                 break
-            except ConflictError:
-                continue  # another operator was faster: theirs first, then ours
         await anyio.to_thread.run_sync(record_change, self._settings.run_directory, event)
         log.info(event.kind, setting=setting, before=before, after=value, by=by, reason=reason)
         await self._bus.publish_event(event)
