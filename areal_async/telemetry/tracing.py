@@ -21,7 +21,7 @@ import hashlib
 import random
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import Token
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -232,10 +232,8 @@ def joining(carrier: Mapping[str, str]) -> Iterator[None]:
     """Answer a request for the span that its W3C headers name, unless what this code runs for is in another trace."""
     found = trace.get_current_span(_PROPAGATOR.extract(carrier))
     own_id = trace.get_current_span().get_span_context().trace_id
-    if own_id not in (0, found.get_span_context().trace_id):
-        yield
-        return
-    with trace.use_span(found):
+    is_joined = own_id in (0, found.get_span_context().trace_id)
+    with trace.use_span(found) if is_joined else nullcontext():
         yield
 
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,19 +85,13 @@ def check_installed(metrics: MetricsSettings) -> None:
     Raises:
         UserError: a package is missing.
     """
-    if metrics.traces not in (None, TO_FILES) and not are_installed():
-        raise UserError(
-            f"metrics.traces: got {metrics.traces!r}, need the packages opentelemetry-sdk and "
-            "opentelemetry-exporter-otlp-proto-http; pip install areal-async[traces], or set it to file"
-        )
-
-
-def are_installed() -> bool:
-    """Say whether the packages of the extra are there; they are not imported."""
-    try:
-        return all(importlib.util.find_spec(name) is not None for name in PACKAGES)
-    except ModuleNotFoundError:  # of a package above them
-        return False
+    with suppress(ModuleNotFoundError):  # of a package above them
+        if metrics.traces in (None, TO_FILES) or all(importlib.util.find_spec(name) for name in PACKAGES):
+            return
+    raise UserError(
+        f"metrics.traces: got {metrics.traces!r}, need the packages opentelemetry-sdk and "
+        "opentelemetry-exporter-otlp-proto-http; pip install areal-async[traces], or set it to file"
+    )
 
 
 def with_key(settings: Settings, read_earlier: Callable[[], Settings] | None) -> Settings:
