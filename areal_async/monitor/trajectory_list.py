@@ -83,10 +83,9 @@ class Filters:
 
     def admit(self, entry: Entry) -> bool:
         """Say whether an entry is wanted. One without a reward or tokens has none of a wanted size."""
-        first, last = self.steps or (0, 0)
         return all(
             (
-                self.steps is None or (entry.step is not None and first <= entry.step <= last),
+                _is_within(entry.step, *(self.steps or (None, None))),
                 self.workflow is None or entry.workflow == self.workflow,
                 _is_within(entry.reward, self.min_reward, self.max_reward),
                 _is_within(entry.tokens, self.min_tokens, self.max_tokens),
@@ -145,7 +144,8 @@ async def untrained(bus: Bus) -> list[Entry]:
             if message.subject == names.cuts:
                 newest_step = max(newest_step, decode(message.data, Cut).step)
             elif (outcome := decode(message.data, Outcome)).kind is not OutcomeKind.TRAINED:
-                settled.append(_of_outcome(outcome, newest_step))
+                entry = _of_group(outcome.group_id, outcome.workflow, str(outcome.kind), outcome.reason, newest_step)
+                settled.append(entry._replace(step=outcome.step or None, reward=outcome.mean_reward))
     stored: list[Entry] = []
     async for message in bus.find_messages(names.trajectories_stream, names.all_trajectories):
         with suppress(WireError):  # rank 0's inbox makes it a dead letter
@@ -159,7 +159,9 @@ async def untrained(bus: Bus) -> list[Entry]:
         stored = [one._replace(state=LEFT, error=over) if one.state == STORED else one for one in stored]
     async for message in bus.find_messages(names.dead_stream, names.undecodable):
         with suppress(WireError):
-            settled.append(_of_letter(decode(message.data, DeadLetter), newest_step))
+            letter = decode(message.data, DeadLetter)
+            *_, workflow, group_id = letter.subject.split(".")
+            settled.append(_of_group(group_id, workflow, UNDECODABLE, letter.reason, newest_step))
     return stored + settled
 
 
@@ -245,18 +247,7 @@ def _of_slot(slot: Slot, group: str, workflow: str, *, near_step: int) -> Entry:
     )
 
 
-def _of_outcome(outcome: Outcome, newest_step: int) -> Entry:
-    kind, group = str(outcome.kind), outcome.group_id
-    error = f"{kind}: {outcome.reason}" if outcome.reason else kind
-    return Entry(
-        id=group, state=kind, step=outcome.step or None, group=group, workflow=outcome.workflow,
-        reward=outcome.mean_reward, error=error, near_step=newest_step,
-    )  # fmt: skip
-
-
-def _of_letter(letter: DeadLetter, newest_step: int) -> Entry:
-    *_, workflow, group = letter.subject.split(".")
-    return Entry(
-        id=group, state=UNDECODABLE, step=None, group=group, workflow=workflow,
-        error=f"{UNDECODABLE}: {letter.reason}", near_step=newest_step,
-    )  # fmt: skip
+def _of_group(group: str, workflow: str, state: str, reason: str, near_step: int) -> Entry:
+    """Return the line of a group of which only what became of it is left."""
+    error = f"{state}: {reason}" if reason else state
+    return Entry(id=group, state=state, step=None, group=group, workflow=workflow, error=error, near_step=near_step)

@@ -213,10 +213,9 @@ def natural(text: str) -> tuple[tuple[int, str], ...]:
 
 def _version(text: str) -> tuple[int, int]:
     try:
-        version = Version.parse(text)
+        return Version.parse(text)
     except ValueError:
         return -1, -1
-    return version.lineage, version.step
 
 
 def _name_of(member: Member) -> tuple[Any, ...]:

@@ -149,14 +149,11 @@ class TopView(RunFigures):
             case "processes":
                 return self.status.members
             case "servers":
-                return self._servers(self.status)
+                of_nodes = self.servers
+                return [{**server, **of_nodes.get(server["id"], {})} for server in self.status.servers]
             case "tasks":
                 return tasks_of(self.steps, self.status.shares, self.status.changes)
         return self.events if self.sort_name == "oldest" else reversed(self.events)
-
-    def _servers(self, status: Status) -> list[dict[str, Any]]:
-        of_nodes = self.servers
-        return [{**server, **of_nodes.get(server["id"], {})} for server in status.servers]
 
     def _waits(self, *, only_leases: bool) -> Iterator[Told]:
         """Yield every wait that is told, with who tells it; a group is leased by the node that tells of it."""
