@@ -10,7 +10,7 @@ import html
 import itertools
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 WIDTH, HEIGHT = 360, 190
@@ -113,7 +113,7 @@ def line_chart(steps: Sequence[int], series: Sequence[Series], *, unit: str, fro
         low = min(0.0, low)
     marks = ticks(low, high, NUM_Y_TICKS)
     x, y = _scale(steps[0], steps[-1], LEFT, WIDTH - RIGHT), _scale(marks[0], marks[-1], HEIGHT - BOTTOM, TOP)
-    parts = _axes(marks, y, [(x(step), str(step)) for step in step_ticks(steps[0], steps[-1])])
+    parts = [*_axes(marks, y, ((x(step), str(step)) for step in step_ticks(steps[0], steps[-1])))]
     for place, one in enumerate(series, start=1):
         points = [
             (x(step), y(value)) if _is_known(value) else None for step, value in zip(steps, one.values, strict=True)
@@ -138,15 +138,12 @@ def stacked_bars(steps: Sequence[int], series: Sequence[Series], *, unit: str) -
     ]
     if not groups:
         return _empty("steps")
-    slot = (WIDTH - LEFT - RIGHT) / len(groups)
-    centres = [LEFT + (place + 0.5) * slot for place in range(len(groups))]
     firsts = [steps[start] for start, _ in groups]
-    wanted = [step for step in step_ticks(steps[0], steps[-1]) if step >= firsts[0]]
-    marked = [(centres[bisect.bisect(firsts, step) - 1], str(step)) for step in wanted]  # the bar that a step is in
+    # Each stands below the bar that its step is in.
+    marked = [(bisect.bisect(firsts, step) - 1, str(step)) for step in step_ticks(steps[0], steps[-1])]
     names = [_steps_text(steps, start, end) for start, end in groups]
     label = f"{', '.join(one.name for one in series)} in {unit} over steps, stacked"
-    width = slot - (1.5 if slot > 5 else 0.0)
-    return _bars(names, centres, joined, marked, unit=unit, width=width, top=TOP, label=label)
+    return _bars(names, joined, marked, unit=unit, of="step", label=label, is_stacked=True)
 
 
 def bars(values: Sequence[tuple[str, float]], *, unit: str, label: str) -> str:
@@ -157,25 +154,24 @@ def bars(values: Sequence[tuple[str, float]], *, unit: str, label: str) -> str:
     """
     if not any(value for _, value in values):
         return _empty("values")
-    slot = (WIDTH - LEFT - RIGHT) / len(values)
-    centres = [LEFT + (place + 0.5) * slot for place in range(len(values))]
     names = [name for name, _ in values]
-    marked = list(zip(centres, names, strict=True))[:: math.ceil(len(values) / 10)]
+    marked = list(enumerate(names))[:: math.ceil(len(values) / 10)]
     series = [Series(unit, [value for _, value in values])]
-    return _bars(
-        names, centres, series, marked, unit=unit, width=min(48.0, slot * 0.7), top=TOP + 10, of=label,
-        label=f"{unit} by {label}", has_values=len(values) <= 8,
-    )  # fmt: skip
+    return _bars(names, series, marked, unit=unit, of=label, label=f"{unit} by {label}", is_stacked=False)
 
 
 def _bars(
-    names: Sequence[str], centres: Sequence[float], series: Sequence[Series], marked: Sequence[tuple[float, str]], *,
-    unit: str, width: float, top: float, label: str, of: str = "step", has_values: bool = False,
+    names: Sequence[str], series: Sequence[Series], marked: Sequence[tuple[int, str]], *,
+    unit: str, of: str, label: str, is_stacked: bool,
 ) -> str:  # fmt: skip
+    """Return bars; ``marked`` are the places of those that have a text below the axis, and the texts."""
+    slot = (WIDTH - LEFT - RIGHT) / len(names)
+    centres = [LEFT + (place + 0.5) * slot for place in range(len(names))]
+    width = slot - (1.5 if slot > 5 else 0.0) if is_stacked else min(48.0, slot * 0.7)
     heights = [[value or 0.0 for value in one.values] for one in series]
     marks = ticks(0.0, max(map(sum, zip(*heights, strict=True))), NUM_Y_TICKS)
-    y = _scale(marks[0], marks[-1], HEIGHT - BOTTOM, top)
-    parts = _axes(marks, y, marked, label=of)
+    y = _scale(marks[0], marks[-1], HEIGHT - BOTTOM, TOP if is_stacked else TOP + 10)
+    parts = [*_axes(marks, y, ((centres[place], text) for place, text in marked), label=of)]
     for centre, values in zip(centres, zip(*heights, strict=True), strict=True):
         ends = [y(end) for end in itertools.accumulate(values, initial=0.0)]
         for colour, (lower, upper) in enumerate(itertools.pairwise(ends), start=1):
@@ -184,7 +180,7 @@ def _bars(
                     f'<rect class="f{colour}" x="{centre - width / 2:.1f}" y="{upper:.1f}" width="{width:.1f}" '
                     f'height="{lower - upper:.2f}"/>'
                 )
-        if has_values:
+        if not is_stacked and len(names) <= 8:
             text = number_text(sum(values))
             parts.append(f'<text class="value" x="{centre:.1f}" y="{ends[-1] - 4:.1f}">{text}</text>')
     told = [_told(one, [None] * len(names)) for one in series]
@@ -226,17 +222,14 @@ def _grouped(count: int, most: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _axes(marks: Sequence[float], y: Any, names: Sequence[tuple[float, str]], *, label: str = "step") -> list[str]:
-    parts = []
+def _axes(marks: Sequence[float], y: Any, names: Iterable[tuple[float, str]], *, label: str = "step") -> Iterator[str]:
     for mark in marks:
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(mark):.1f}" y2="{y(mark):.1f}"/>')
-        parts.append(f'<text class="tick end" x="{LEFT - 6}" y="{y(mark) + 3.5:.1f}">{number_text(mark)}</text>')
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(mark):.1f}" y2="{y(mark):.1f}"/>'
+        yield f'<text class="tick end" x="{LEFT - 6}" y="{y(mark) + 3.5:.1f}">{number_text(mark)}</text>'
     base = HEIGHT - BOTTOM
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
-    parts += [f'<text class="tick" x="{px:.1f}" y="{base + 13}">{html.escape(name)}</text>' for px, name in names]
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text class="tick" x="{middle}" y="{HEIGHT - 3}">{html.escape(label)}</text>')
-    return parts
+    yield f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>'
+    yield from (f'<text class="tick" x="{px:.1f}" y="{base + 13}">{html.escape(name)}</text>' for px, name in names)
+    yield f'<text class="tick" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 3}">{html.escape(label)}</text>'
 
 
 def _path(points: Sequence[tuple[float, float] | None], place: int, *, is_joined: bool) -> str:

@@ -79,23 +79,20 @@ def render(data: ReportData, *, refresh_s: float | None = None) -> str:
     )
 
 
-def _tiles(data: ReportData) -> list[tuple[str, str]]:
+def _tiles(data: ReportData) -> Iterator[tuple[str, str]]:
     lines = data.lines
     recent = [value for value in _column(lines[-10:], "reward_mean") if value is not None]
     seconds, trajectories, tokens = (
         sum(value or 0 for value in _column(lines, key)) for key in ("time_step_s", "num_trajectories", "num_tokens")
     )
-    tiles = [(number_text(mean(recent)) if recent else "–", f"mean reward, last {len(recent)} steps")]
+    yield number_text(mean(recent)) if recent else "–", f"mean reward, last {len(recent)} steps"
     if data.evaluations:
         newest = data.evaluations[-1]
-        tiles.append((figure(newest), f"held-out reward at step {newest['step']}"))
-    tiles += [
-        (number_text(trajectories), "trajectories trained"),
-        (number_text(tokens), "tokens trained"),
-        (_duration(seconds), "in training steps"),
-        (f"{seconds / len(lines):.2f} s" if lines else "–", "per step, mean"),
-    ]
-    return tiles
+        yield figure(newest), f"held-out reward at step {newest['step']}"
+    yield number_text(trajectories), "trajectories trained"
+    yield number_text(tokens), "tokens trained"
+    yield _duration(seconds), "in training steps"
+    yield f"{seconds / len(lines):.2f} s" if lines else "–", "per step, mean"
 
 
 def _progress(data: ReportData) -> Iterator[Card]:
