@@ -5,7 +5,7 @@ the launcher and the servers say. A process that does not answer stands there as
 """
 
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -197,7 +197,7 @@ async def read_snapshot(
     control = record_at(records, CONTROL, Control) or Control()
     weights = record_at(records, names.weights_key(), WeightsVersion)
     known = {key: one for key, one in records.items() if isinstance(one, CrewState)}
-    members = members_of(settings, reports, known)
+    members = list(members_of(settings, reports, known))
     line = newest_step(settings, reports)
     books = reports.get(("controller", "0"), {})
     counted: dict[str, Any] = {key: int(books[key]) for key in BOOKS if key in books}
@@ -301,32 +301,28 @@ def server_of(server: ServerState, reports: Reports) -> dict[str, Any]:
     }
 
 
-def members_of(settings: Settings, reports: Reports, crews: Mapping[str, CrewState]) -> list[Member]:
-    """Return every process that the settings, the launcher or the process itself say there is. Pure."""
+def members_of(settings: Settings, reports: Reports, crews: Mapping[str, CrewState]) -> Iterator[Member]:
+    """Yield every process that the settings, the launcher or the process itself say there is. Pure."""
     wanted = {("controller", "0"), *(("trainer", str(rank)) for rank in range(settings.trainer.num_ranks))}
     wanted |= {("node", name.removeprefix("crew.node-")) for name in crews if name.startswith("crew.node-")}
-    members = []
     for role, instance in sorted(wanted | reports.keys()):
         crew = crews.get(f"crew.node-{instance}" if role == "node" else f"crew.{role}", NO_CREW)
         report = reports.get((role, instance))
         has_ended = crew.state in ("finished", "stopped")
         said = {"state": crew.state} if report is None else report
-        members.append(
-            Member(
-                role=role,
-                instance=instance,
-                presence=OK if report is not None else ENDED if has_ended else MISSING,
-                state=str(said.get("state") or ""),
-                waits_for=str(said.get("waits_for") or ""),
-                up_s=number(said, "up_s"),
-                pid=int(number(said, "pid")),
-                host=str(said.get("host", "")),
-                loop_lag_s=number(said, "loop_lag_max_s"),
-                num_starts=crew.num_starts,
-                why=crew.reason,
-            )
+        yield Member(
+            role=role,
+            instance=instance,
+            presence=OK if report is not None else ENDED if has_ended else MISSING,
+            state=str(said.get("state") or ""),
+            waits_for=str(said.get("waits_for") or ""),
+            up_s=number(said, "up_s"),
+            pid=int(number(said, "pid")),
+            host=str(said.get("host", "")),
+            loop_lag_s=number(said, "loop_lag_max_s"),
+            num_starts=crew.num_starts,
+            why=crew.reason,
         )
-    return members
 
 
 def state_of(run_state: RunState, control: Control, members: Sequence[Member], *, is_live: bool) -> str:

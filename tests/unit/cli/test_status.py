@@ -117,7 +117,7 @@ def test_one_screen_tells_the_step_the_queue_and_who_is_missing(width: int) -> N
         in_flight=48,
         credits=0,
         queue={"tickets": {"num_messages": 16, "num_bytes": 4000}},
-        members=members_of(SETTINGS, {("controller", "0"): {"state": "paused"}}, CREWS),
+        members=list(members_of(SETTINGS, {("controller", "0"): {"state": "paused"}}, CREWS)),
         servers=[
             {
                 "id": "0-0",
