@@ -14,7 +14,7 @@ Pure, without torch. What the value is that a workflow gives a reply, the rule s
 A trajectory without credits is one reply of the role "", as long as all it sampled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -71,9 +71,8 @@ def _by_outcome(groups: Sequence[_Replies], rule: AdvantageRule) -> list[NDArray
     return step_advantages(outcomes, rule)
 
 
-def _by_step(groups: Sequence[_Replies], rule: AdvantageRule) -> list[NDArray[np.float32]]:
+def _by_step(groups: Sequence[_Replies], rule: AdvantageRule) -> Iterator[NDArray[np.float32]]:
     """Compare the rewards of steps or turns, sibling by sibling in their order."""
-    compared = []
     for replies in groups:
         siblings = sorted({s for s, _ in replies})
         rewards = [[one.reward for s, one in replies if s == sibling] for sibling in siblings]
@@ -81,8 +80,7 @@ def _by_step(groups: Sequence[_Replies], rule: AdvantageRule) -> list[NDArray[np
             values = process_advantages(rewards)
         else:
             values = turn_advantages(rewards, gamma=rule.gamma, std=rule.std == "group")
-        compared.append(np.concatenate(values) if values else np.zeros(0, dtype=np.float32))
-    return compared
+        yield np.concatenate(values) if values else np.zeros(0, dtype=np.float32)
 
 
 def has_differing_replies(siblings: Sequence[Sibling]) -> bool:

@@ -4,6 +4,8 @@ The first two calls run before the trainer's own: ``generate`` on the nodes, who
 ``batch`` where the ranks agree on what they train. The trainer does the rest, in this graph's order.
 """
 
+from collections.abc import Iterator
+
 from areal_async.algorithms.dataflow import CallKind, FunctionCall, Graph
 from areal_async.algorithms.user_calls import read_call
 from areal_async.config.algorithm import AlgorithmSettings
@@ -65,19 +67,18 @@ def _train(role: str, inputs: tuple[str, ...]) -> FunctionCall:
     return FunctionCall(name=f"train_{role}", kind=CallKind.TRAIN, role=role, inputs=inputs, outputs=(f"{role}_stats",))
 
 
-def _advantages(*, has_critic: bool, has_kl_reward: bool) -> list[FunctionCall]:
-    """Return the calls that make advantages of outcomes, and the critic's training; none where rewards say it all."""
-    calls, penalties = list[FunctionCall](), ("penalties",) * has_kl_reward
+def _advantages(*, has_critic: bool, has_kl_reward: bool) -> Iterator[FunctionCall]:
+    """Yield the calls that make advantages of outcomes, and the critic's training; none where rewards say it all."""
+    penalties = ("penalties",) * has_kl_reward
     if has_kl_reward:
         logprobs = ("start_logprobs", "reference_logprobs")
-        calls.append(_compute("kl_penalty", ("rows", *logprobs), ("penalties", "kl_mean")))
+        yield _compute("kl_penalty", ("rows", *logprobs), ("penalties", "kl_mean"))
     if has_critic:
         made = ("advantages", "returns", "value_quality")
-        calls.append(_compute("gae", ("rows", "outcomes", "values", *penalties), made))
-        calls.append(_train("critic", ("rows", "values", "returns")))
+        yield _compute("gae", ("rows", "outcomes", "values", *penalties), made)
+        yield _train("critic", ("rows", "values", "returns"))
     elif has_kl_reward:
-        calls.append(_compute("penalised_advantages", ("rows", "outcomes", "penalties"), ("advantages",)))
-    return calls
+        yield _compute("penalised_advantages", ("rows", "outcomes", "penalties"), ("advantages",))
 
 
 def _inference(settings: Settings) -> list[FunctionCall]:
