@@ -73,11 +73,8 @@ def pass_at(size: int, rows: Iterable[Sequence[float]]) -> float | None:
 
     Source: Chen et al. 2021, "Evaluating large language models trained on code", arXiv 2107.03374, equation 1.
     """
-    chances = []
-    for rewards in rows:
-        count, num_right = len(rewards), sum(reward >= PASS_REWARD for reward in rewards)
-        if count >= size:
-            chances.append(1 - math.comb(count - num_right, size) / math.comb(count, size))
+    counts = ((len(rewards), sum(reward >= PASS_REWARD for reward in rewards)) for rewards in rows)
+    chances = [1 - math.comb(count - right, size) / math.comb(count, size) for count, right in counts if count >= size]
     return math.fsum(chances) / len(chances) if chances else None
 
 
