@@ -89,8 +89,7 @@ class Curriculum:
         known, position = dict(admitted.known), admitted.num_fresh
         while len(groups) < count and position - admitted.num_fresh < MAX_LOOKED_AT:
             group = self.sampler.group_at(position, admitted.mixes)
-            number, pool = self._pool_of(group)
-            stretch = self._stretch(number, pool, group)
+            number, pool, stretch = self._stretch_of(group)
             if stretch and stretch not in known:
                 known[stretch] = len(self.visits)
                 break
@@ -104,20 +103,17 @@ class Curriculum:
     ) -> Iterator[GroupId]:
         """Yield the prompts that are admitted at the first positions, as far as ``known`` decides."""
         for group in self.sampler.first_groups(num_positions, mixes):
-            number, pool = self._pool_of(group)
-            stretch = self._stretch(number, pool, group)
+            number, pool, stretch = self._stretch_of(group)
             if stretch and stretch not in known:
                 return
             if self._admits(group, number, pool, stretch, known):
                 yield group
 
-    def _pool_of(self, group: GroupId) -> tuple[int, RowPool]:
-        return next((number, pool) for number, pool in enumerate(self.sampler.pools) if pool.holds(group.index))
-
-    def _stretch(self, number: int, pool: RowPool, group: GroupId) -> str:
-        """Name the stretch that a prompt is visited in; the first, of which nothing is known, has no name."""
+    def _stretch_of(self, group: GroupId) -> tuple[int, RowPool, str]:
+        """Return a prompt's pool and stretch; the first stretch, of which nothing is known, has no name."""
+        number, pool = self.sampler.pool_of(group)
         stretch = group.epoch // math.ceil(self.min_stretch / pool.num_rows)
-        return f"{number}-{stretch}" if stretch else ""
+        return number, pool, f"{number}-{stretch}" if stretch else ""
 
     def _admits(self, group: GroupId, number: int, pool: RowPool, stretch: str, known: Mapping[str, int]) -> bool:
         if not stretch:

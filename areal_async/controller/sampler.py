@@ -64,10 +64,13 @@ class Sampler:
 
     def is_among_first(self, group: GroupId, num_positions: int, mixes: Sequence[Mix] = ()) -> bool:
         """Say whether the first positions have a prompt's visit in its epoch, without a look at each of them."""
-        task = next(task for task, pool in enumerate(self.pools) if pool.holds(group.index))
+        task, pool = self.pool_of(group)
         mix = self.mix_at(num_positions, mixes)
         had = mix.counts[task] + turns_of(mix).counts(num_positions - mix.start)[task]
-        return _is_among(group, self.pools[task], self._seeds(group.epoch, task), had)
+        num_visited = had - group.epoch * pool.num_rows
+        if not 0 < num_visited < pool.num_rows:
+            return num_visited > 0  # no order is made for an epoch far out that somebody names
+        return int(_places(pool.num_rows, self._seeds(group.epoch, task))[group.index - pool.first_index]) < num_visited
 
     def first_groups(self, num_positions: int, mixes: Sequence[Mix] = ()) -> Iterator[GroupId]:
         """Yield what is visited at the first positions; of those that no mix on record decides about, task by task."""
@@ -76,6 +79,10 @@ class Sampler:
             yield from (self._visit(task, number) for number in range(count))
         for position in range(first.start, num_positions):
             yield self.group_at(position, mixes)
+
+    def pool_of(self, group: GroupId) -> tuple[int, RowPool]:
+        """Return the number and the rows of the pool that a prompt is from."""
+        return next((task, pool) for task, pool in enumerate(self.pools) if pool.holds(group.index))
 
     def mix_at(self, position: int, mixes: Sequence[Mix]) -> Mix:
         """Return the mix that decides about a position."""
@@ -122,14 +129,6 @@ class MixedSampler(Sampler):
 
     def _seeds(self, epoch: int, task: int) -> tuple[int, ...]:
         return self._seed, epoch, task
-
-
-def _is_among(group: GroupId, pool: RowPool, seeds: tuple[int, ...], num_visits: int) -> bool:
-    """Say whether a pool's first visits have a prompt in its epoch."""
-    num_visited = num_visits - group.epoch * pool.num_rows
-    if not 0 < num_visited < pool.num_rows:
-        return num_visited > 0  # no order is made for an epoch far out that somebody names
-    return int(_places(pool.num_rows, seeds)[group.index - pool.first_index]) < num_visited
 
 
 def sampler_of(shares: Sequence[TaskShare], *, seed: int, admitted: Admitted | None = None) -> Sampler:
