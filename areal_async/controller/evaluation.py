@@ -24,6 +24,7 @@ from areal_async.telemetry import spans
 
 RESULT_BATCH = 256
 MAX_ATTEMPTS = 3
+LOST = f"its ticket or its result was lost {MAX_ATTEMPTS} times"
 FULL_SHARE = 0.5
 """Share of the stream's bytes from which on results are held in memory alone, and no more tickets are stored."""
 FULL_POLL_S = 0.5
@@ -149,7 +150,9 @@ class Evaluator:
                 if attempt < MAX_ATTEMPTS:
                     asking.start_soon(self._ask, eval_id, lost, attempt)
                 else:
-                    results |= {answer: _lost(eval_id, answer) for answer in lost}
+                    results |= {
+                        one: EvalResult(eval_id=eval_id, index=one[0], sample=one[1], error=LOST) for one in lost
+                    }
         return results.values(), list(held.values())
 
     async def _is_nearly_full(self) -> bool:
@@ -198,11 +201,6 @@ class Evaluator:
 
 def _key(step: int, workflow: str) -> str:
     return f"eval.{step}.{workflow}"
-
-
-def _lost(eval_id: str, answer: Answer) -> EvalResult:
-    error = f"its ticket or its result was lost {MAX_ATTEMPTS} times"
-    return EvalResult(eval_id=eval_id, index=answer[0], sample=answer[1], error=error)
 
 
 def _record(version: Version, workflow: str, results: Collection[EvalResult], num_samples: int) -> EvalRecord:

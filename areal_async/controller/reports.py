@@ -19,6 +19,11 @@ from areal_async.telemetry.wait_graph import ENDED, WaitReport
 
 NOT_FOR_NODES = (wait_graph.CONTROLLER, "rank")
 """No node waits for these."""
+PROGRESS = {
+    "node": ("num_generated_tokens", "num_scored", "num_failed", "num_rejected"),
+    "trainer": ("state", "step"),
+}
+"""Role -> what of its report is different once it has got on."""
 OTHERS = (wait_graph.TRAINER, wait_graph.CONTROLLER, "rank", "cut", "step", "checkpoint", "publication")
 """What these wait for is not for nodes to tell."""
 
@@ -97,7 +102,7 @@ class Reports:
             waits_for=str(said.get("waits_for") or ""),
             waits=_waits_in(role, said),
             servers=servers_in(said),
-            progress=_progress_in(role, said),
+            progress=tuple(said.get(key) for key in PROGRESS.get(role, ())),
         )
         before = self.by_name.get(name)
         self.by_name[name] = heard
@@ -129,13 +134,3 @@ def _waits_in(role: str, said: Mapping[str, Any]) -> WaitReport:
         one for one in told.records if kind_of(one.waiter) not in OTHERS and kind_of(one.on) not in NOT_FOR_NODES
     ]
     return msgspec.structs.replace(told, records=records)
-
-
-def _progress_in(role: str, said: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what is different once the process has got on."""
-    match role:
-        case "node":
-            return tuple(said.get(key) for key in ("num_generated_tokens", "num_scored", "num_failed", "num_rejected"))
-        case "trainer":
-            return (said.get("state"), said.get("step"))
-    return ()
