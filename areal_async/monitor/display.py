@@ -82,7 +82,6 @@ class LiveDisplay:
 
     def notify(self, text: str) -> None:
         """Show one line now, above the panel."""
-        self._view.notices.append(text)
         self._console.print(visible(text, newline=" "), highlight=False, markup=False)
 
     async def watch(self, bus: Bus) -> None:
@@ -125,7 +124,7 @@ def render(view: RunView) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, row in _rows(view):
-        table.add_row(name, row)
+        table.add_row(name, Text(row) if isinstance(row, str) else row)
     return Panel(table, title=f"run {view.settings.run.name}", title_align="left", expand=False)
 
 
@@ -139,35 +138,34 @@ def sparkline(values: Iterable[float]) -> str:
 
 def _rows(view: RunView) -> Iterable[tuple[str, RenderableType]]:
     steps, done = view.settings.run.steps, view.step
-    yield "step", _beside(Text(f"{done}/{steps}"), ProgressBar(total=steps, completed=done, width=40))
+    progress = Table.grid(padding=(0, 1))
+    progress.add_row(Text(f"{done}/{steps}"), ProgressBar(total=steps, completed=done, width=40))
+    yield "step", progress
     if view.alarms:
         yield "alarms", Text(", ".join(view.alarms).replace("_", " "), style="bold red")
     if view.steps:
-        yield from _step_rows(view)
-    yield "groups", Text(_groups_text(view))
+        yield from _step_facts(view).items()
+    yield "groups", _groups_text(view)
     for name, server in view.servers.items():
         fence = f", fenced: {server['fence']}" if server.get("fence") else ""
         requests = int(number(server, "num_requests"))
-        yield f"server {name}", Text(f"version {server.get('version') or 'none'}, {requests} requests{fence}")
+        yield f"server {name}", f"version {server.get('version') or 'none'}, {requests} requests{fence}"
     for workflow, evaluations in by_task(view.evaluations, view.settings).items() if view.evaluations else ():
         last = [f"{figure(line)} @{line.get('step', '?')}" for line in evaluations[-6:]]
-        yield f"eval {workflow}".strip(), Text("  ".join(last))
-    for name, state in sorted(view.roles.items()):
-        yield name, Text(state)
+        yield f"eval {workflow}".strip(), "  ".join(last)
+    yield from sorted(view.roles.items())
 
 
-def _step_rows(view: RunView) -> Iterable[tuple[str, RenderableType]]:
+def _step_facts(view: RunView) -> dict[str, str]:
     line, bound = view.newest_step, view.settings.rollout.max_staleness
     curve = sparkline(number(step, "reward_mean") for step in list(view.steps)[-SPARKLINE_STEPS:])
-    facts = {
+    return {
         "reward": f"{reward_text(view)}  {curve}",
         "staleness": f"mean {number(line, 'staleness_mean'):.2f}, max {int(number(line, 'staleness_max'))} of {bound}",
         "tokens/s": f"generated {view.sum_of_nodes('tokens_per_s'):.0f}, trained {trained_tokens_per_s(line):.0f}",
         "time": f"{number(line, 'time_step_s'):.1f} s: wait {number(line, 'time_wait_data_s'):.1f},"
         f" train {number(line, 'time_train_s'):.1f}, weights {number(line, 'time_weights_s'):.1f}",
     }
-    for name, fact in facts.items():
-        yield name, Text(fact)
 
 
 def _groups_text(view: RunView) -> str:
@@ -178,9 +176,3 @@ def _groups_text(view: RunView) -> str:
     )
     skipped = int(number(view.controller, "skipped"))
     return f"{text}, passed over {skipped} prompts" if skipped else text
-
-
-def _beside(*parts: RenderableType) -> RenderableType:
-    row = Table.grid(padding=(0, 1))
-    row.add_row(*parts)
-    return row

@@ -19,7 +19,6 @@ from areal_async.protocol.types import mean
 from areal_async.protocol.wire import decode_json
 from areal_async.telemetry.reports import servers_in
 
-MAX_NOTICES = 5
 MAX_NUMBER = 1e300
 """What is told may have any number of digits, and is shown in those of a float."""
 NUM_RECENT_STEPS = 10
@@ -79,7 +78,6 @@ class RunView(RunFigures):
     settings: Settings
     evaluations: list[Line] = field(default_factory=list)
     """Lines of ``eval.jsonl``, oldest first."""
-    notices: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
     _steps_file: JsonLines = field(init=False)
     _evaluations_file: JsonLines = field(init=False)
     _num_steps_read: int = 0

@@ -6,6 +6,7 @@ from rich.text import Text
 
 from areal_async.monitor.display import sparkline
 from areal_async.monitor.evaluated import figure
+from areal_async.monitor.snapshot import Status
 from areal_async.monitor.token_text import visible
 from areal_async.monitor.top.view import TopView
 from areal_async.monitor.view import number, reward_text, trained_tokens_per_s
@@ -34,11 +35,11 @@ def head_lines(view: TopView, width: int) -> Iterator[Text]:
     )
     yield title.append(f"  ({shown(status.reason)})") if status.reason else title
     facts = {
-        "reward": _reward(view, width),
+        "reward": _reward(view, status, width),
         "speed": _speed(view),
         "a step": _step_time(view),
         "staleness": "".join(_staleness(view)) or "no step yet",
-        "groups": _groups(view),
+        "groups": _groups(view, status),
         "stored": status.stored_text,
     }
     for name, fact in facts.items():
@@ -52,13 +53,12 @@ def head_lines(view: TopView, width: int) -> Iterator[Text]:
         yield Text("no alarm", style="dim")
 
 
-def _reward(view: TopView, width: int) -> str:
+def _reward(view: TopView, status: Status, width: int) -> str:
     rewards = [number(line, "reward_mean") for line in view.steps]
     if not rewards:
         return "no step yet"
-    text = reward_text(view)
-    if view.status is not None and view.status.evaluation:
-        text += f", evaluation {figure(view.status.evaluation)}"
+    evaluation = f", evaluation {figure(status.evaluation)}" if status.evaluation else ""
+    text = reward_text(view) + evaluation
     return f"{text}  {sparkline(rewards[-max(1, min(80, width - 12 - len(text))) :])}"
 
 
@@ -90,9 +90,8 @@ def _staleness(view: TopView) -> Iterator[str]:
         yield f"of at most {view.controller['max_staleness']}"
 
 
-def _groups(view: TopView) -> str:
-    status = view.status
-    if status is None or "admitted" not in view.controller:
+def _groups(view: TopView, status: Status) -> str:
+    if "admitted" not in view.controller:
         return "the controller keeps the books, and does not answer"
     running = int(view.sum_of_nodes("num_groups_running"))
     return (
