@@ -229,7 +229,7 @@ def report_on(waits: list[Wait], *, of: str, now_s: float, limit: int) -> WaitRe
                     what=wait.what,
                     age_s=round(now_s - wait.since_s, 1),
                     quiet_s=round(now_s - tree.moved_s(wait), 1),
-                    num_more=0 if wait.waiter == of else tree.num_of(wait.waiter) - 1,
+                    num_more=0 if wait.waiter == of else len(tree.below[wait.waiter]) - 1,
                 )
             )
     return WaitReport(records=records)
@@ -239,22 +239,19 @@ class _Tree:
     """Waits by their waiter, with cycles where things wait for each other."""
 
     def __init__(self, waits: list[Wait]) -> None:
-        self._below: dict[str, list[Wait]] = {}
+        self.below: dict[str, list[Wait]] = {}
         for wait in waits:
-            self._below.setdefault(wait.waiter, []).append(wait)
+            self.below.setdefault(wait.waiter, []).append(wait)
         self._waited_for = {wait.on for wait in waits}
-
-    def num_of(self, waiter: str) -> int:
-        return len(self._below[waiter])
 
     def roots(self, of: str) -> list[Wait]:
         """Return all waits of the process itself, and the quietest of each waiter that no wait here is on."""
-        others = [waiter for waiter in self._below if waiter != of and waiter not in self._waited_for]
-        return self._below.get(of, []) + [self._quietest(waiter) for waiter in others]
+        others = [waiter for waiter in self.below if waiter != of and waiter not in self._waited_for]
+        return self.below.get(of, []) + [self._quietest(waiter) for waiter in others]
 
     def quietest_chain(self, wait: Wait) -> list[Wait]:
         chain = [wait]
-        while wait.on in self._below:
+        while wait.on in self.below:
             wait = self._quietest(wait.on)
             if wait in chain:
                 break
@@ -265,8 +262,8 @@ class _Tree:
         """Return the monotonic time at which anything last came of a wait, or of those below it."""
         if wait.on in above:
             return wait.moved_s
-        below = self._below.get(wait.on, [])
+        below = self.below.get(wait.on, [])
         return max([wait.moved_s, *(self.moved_s(one, above | {wait.on}) for one in below)])
 
     def _quietest(self, waiter: str) -> Wait:
-        return min(self._below[waiter], key=self.moved_s)
+        return min(self.below[waiter], key=self.moved_s)
