@@ -25,6 +25,8 @@ MAX_TEXT = 200
 TEXT: Schema = {"type": "string", "maxLength": MAX_TEXT}
 ORDER = json_object(optional=["by", "reason"], by=TEXT, reason=TEXT)
 CONTROLLED = json_object(is_paused="boolean", is_stopping="boolean", by="string", reason="string", at="string")
+VERSION = json_object(optional=["version"], version="string")
+EVALUATED = json_object(version="string", records="array")
 ALL_CHANGES: Schema = {"type": "object", "additionalProperties": {"type": "number"}}
 """Setting -> value, of all that are changed."""
 
@@ -61,14 +63,10 @@ class RunSteering:
         """An endpoint for each order."""
         names: Schema = {"enum": live_names(self._settings)}
         change = json_object(optional=["by", "reason"], setting=names, value={"type": "number"}, by=TEXT, reason=TEXT)
-        version, made = (
-            json_object(optional=["version"], version="string"),
-            json_object(version="string", records="array"),
-        )
         answers: dict[str, tuple[Schema, Schema, Answer]] = {
             name: (ORDER, CONTROLLED, functools.partial(self._order, name)) for name in ORDERS
         }
-        answers |= {"set": (change, ALL_CHANGES, self._set), "eval": (version, made, self._evaluate)}
+        answers |= {"set": (change, ALL_CHANGES, self._set), "eval": (VERSION, EVALUATED, self._evaluate)}
         return [
             ServiceEndpoint(
                 name=name,
