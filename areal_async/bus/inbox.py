@@ -146,24 +146,18 @@ class Inbox:
     async def __aexit__(self, *_: object) -> None:
         await self._held.aclose()
 
-    async def fetch(self, max_messages: int, *, wait_s: float, max_bytes: int | None = None) -> list[Delivery]:
+    async def fetch(self, max_messages: int, *, wait_s: float) -> list[Delivery]:
         """Return what is there, at most ``max_messages``; when nothing is, wait up to ``wait_s`` for the first.
 
         An empty list is no error: nothing came. Restarts of the broker are waited out within ``wait_s``.
-
-        Args:
-            max_bytes: Bound on what one call takes; a single larger message comes alone, after a short wait.
 
         Raises:
             ConsumerGoneError: the consumer does not exist any more.
             BusError: this role may not pull from it.
         """
         ends_at = anyio.current_time() + wait_s
-        at_once: dict[str, Any] = {"batch": max_messages, "no_wait": True}
-        if max_bytes is not None:
-            at_once["max_bytes"] = max_bytes
         while True:
-            await self._pull(at_once, max_messages, GRACE_S)
+            await self._pull({"batch": max_messages, "no_wait": True}, max_messages, GRACE_S)
             remaining_s = ends_at - anyio.current_time()
             if self._arrived or remaining_s <= 0:
                 return self._take(max_messages)

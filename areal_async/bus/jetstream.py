@@ -25,7 +25,7 @@ from areal_async.bus.log import POLL_S, Follow, Message, StreamReader
 from areal_async.bus.permissions import Role
 from areal_async.bus.sweep import Sweep
 from areal_async.config.settings import Settings
-from areal_async.errors import BusError, StreamFullError, WireError
+from areal_async.errors import StreamFullError, WireError
 from areal_async.process.bell import Bell
 from areal_async.protocol import wire
 from areal_async.protocol.events import Event
@@ -51,7 +51,6 @@ class StreamState(NamedTuple):
     num_bytes: int
     max_bytes: int
     """-1 for no limit."""
-    first_sequence: int
     last_sequence: int
 
 
@@ -100,7 +99,8 @@ class Bus(Keys):
 
         Args:
             msg_id: What repeats an id within the stream's duplicate window is dropped; ``None`` makes one up.
-            expected_last_subject_sequence: Store only if the subject's newest message is at this sequence, 0 if none.
+            expected_last_subject_sequence: Store only if the newest message of this subject of the log is at this
+                sequence, 0 if none.
 
         Raises:
             StreamFullError: at once; nothing was stored.
@@ -110,8 +110,6 @@ class Bus(Keys):
         data = wire.encode(payload) if isinstance(payload, Record) else payload
         if expected_last_subject_sequence is None:
             return await self.api.store(subject, data, msg_id=msg_id, headers=headers)
-        if subject not in (self.names.outcomes, self.names.cuts):
-            raise BusError(f"message to {subject}: only the log takes an expected sequence")
         return await self.api.store_after(
             expected_last_subject_sequence, self.names.outcomes_stream, subject, data, msg_id=msg_id, headers=headers
         )
@@ -221,13 +219,7 @@ class Bus(Keys):
         """Say how full a stream is."""
         answer = await self.api.ask(f"$JS.API.STREAM.INFO.{stream}")
         state = answer["state"]
-        return StreamState(
-            num_messages=state["messages"],
-            num_bytes=state["bytes"],
-            max_bytes=answer["config"]["max_bytes"],
-            first_sequence=state["first_seq"],
-            last_sequence=state["last_seq"],
-        )
+        return StreamState(state["messages"], state["bytes"], answer["config"]["max_bytes"], state["last_seq"])
 
     # core messages
 

@@ -59,22 +59,6 @@ async def test_fetch_waits_for_the_first_message(open_role: OpenRole) -> None:
     assert fetched == [b"0"]
 
 
-async def test_fetch_is_bounded_in_bytes_but_a_larger_message_still_comes(
-    open_role: OpenRole, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    controller, node = await open_role(Role.CONTROLLER), await open_role(Role.NODE)
-    for _ in range(3):
-        await controller.publish(controller.names.tickets("gsm8k"), bytes(1000))
-
-    async with node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
-        with monkeypatch.context() as patient:
-            patient.setattr("areal_async.bus.inbox.GRACE_S", PATIENCE_S)
-            two = await inbox.fetch(3, wait_s=PATIENCE_S, max_bytes=2500)
-        one = await inbox.fetch(3, wait_s=PATIENCE_S, max_bytes=10)
-
-    assert (len(two), len(one)) == (2, 1)
-
-
 async def test_what_is_given_back_comes_again_and_what_is_termed_does_not(open_role: OpenRole) -> None:
     controller, node = await open_role(Role.CONTROLLER), await open_role(Role.NODE)
     await publish_tickets(controller, 3)
