@@ -3,8 +3,9 @@
 A connection is for requests: one on which none comes is closed by a deadline, and earlier where there are too many.
 """
 
+import asyncio
 import contextvars
-from asyncio import AbstractEventLoop, Task, TimerHandle, Transport
+from asyncio import Task, TimerHandle, Transport
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -119,9 +120,9 @@ class PunctualProtocol(H11Protocol):
 
 
 def serve_app(
-    app: Any, listening: socket, *, loop: AbstractEventLoop, limits: ConnectionLimits | None = None, **options: Any
+    app: Any, listening: socket, *, limits: ConnectionLimits | None = None, **options: Any
 ) -> tuple[GuestServer, "Task[None]"]:
-    """Start to serve an ASGI application; return the server, to be told ``should_exit``, and its task.
+    """Start to serve an ASGI application here; return the server, to be told ``should_exit``, and its task.
 
     Args:
         options: of ``uvicorn.Config``, beside those that make it a guest.
@@ -142,7 +143,7 @@ def serve_app(
         )
     )
     # The task that happens to start it must not lend its context's names to all that is served.
-    task = loop.create_task(server.serve(sockets=[listening]), context=contextvars.Context())
+    task = asyncio.create_task(server.serve(sockets=[listening]), context=contextvars.Context())
     task.add_done_callback(_report)
     return server, task
 

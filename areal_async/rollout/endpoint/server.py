@@ -91,7 +91,6 @@ class AgentEndpoint:
         self._server, self._serving = serve_app(
             self._app,
             listening,
-            loop=asyncio.get_running_loop(),
             limits=ConnectionLimits(
                 max_connections=self.limits.max_connections, head_deadline_s=self.limits.head_deadline_s
             ),

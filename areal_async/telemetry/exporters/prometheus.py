@@ -59,7 +59,7 @@ async def exporting(
         registry.register(own)
     registry.register(_Collector(lambda: [*samples(role, report()), *_disk(run_directory)]))
     listening = _listen(settings.metrics.prometheus_host)
-    server, serving = serve_app(make_asgi_app(registry), listening, loop=asyncio.get_running_loop())
+    server, serving = serve_app(make_asgi_app(registry), listening)
     target = f"{_host(settings.metrics.prometheus_host)}:{listening.getsockname()[1]}"
     # In one folder for all runs: the discovery follows patterns of file names, not of folders.
     path = settings.run.directory / "prometheus" / f"{settings.run.name}-{role}-{instance}.json"

@@ -52,9 +52,7 @@ async def site(limits: ConnectionLimits, *, is_open: bool = True, keep_alive_s: 
         await send({"type": "http.response.body", "body": b"ok"})
 
     with create_server(("127.0.0.1", 0)) as listening:
-        server, serving = serve_app(
-            app, listening, loop=asyncio.get_running_loop(), limits=limits, timeout_keep_alive=keep_alive_s
-        )
+        server, serving = serve_app(app, listening, limits=limits, timeout_keep_alive=keep_alive_s)
         place = Site(listening.getsockname()[1], server.server_state.connections)  # type: ignore[arg-type]
         if is_open:
             place.is_open.set()
