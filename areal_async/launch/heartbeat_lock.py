@@ -24,6 +24,8 @@ BEAT_S = 2.0
 NUM_MISSED = 4
 """Beats without a word after which a holder is dead, where another wants its key."""
 RELEASE_DEADLINE_S = 2.0
+REFUSAL = "need another id; leave it out for a new one"
+"""What to do where somebody else holds a node's."""
 
 
 def own_holder() -> Holder:
@@ -56,12 +58,11 @@ async def run_beats(bus: Bus, key: str, holder: Holder, *, what: str) -> None:
 
 
 @asynccontextmanager
-async def held(bus: Bus, key: str, *, what: str, refusal: str, notify: Notify) -> AsyncIterator[Holder]:
+async def held(bus: Bus, key: str, *, what: str, notify: Notify) -> AsyncIterator[Holder]:
     """Take a key, and release it when the block ends; within, ``run_beats`` keeps it. A dead holder's is taken over.
 
     Args:
         what: is held, for sentences.
-        refusal: what to do when somebody else holds it.
 
     Raises:
         UserError: somebody else holds it.
@@ -72,12 +73,12 @@ async def held(bus: Bus, key: str, *, what: str, refusal: str, notify: Notify) -
         notify(f"{what} was kept by {before.place} lately; looking for {NUM_MISSED * BEAT_S:g} s whether it still is")
         word = await next_word(bus, key, within_s=NUM_MISSED * BEAT_S)
         if word is not None and not word.has_left:
-            raise UserError(f"{what}: kept by {word.place} since {word.since}; {refusal}")
+            raise UserError(f"{what}: kept by {word.place} since {word.since}; {REFUSAL}")
         _, revision = await bus.get(key, Holder)
     try:
         await bus.compare_and_set(key, holder, revision)
     except ConflictError as exc:
-        raise UserError(f"{what}: another has taken it at this moment; {refusal}") from exc
+        raise UserError(f"{what}: another has taken it at this moment; {REFUSAL}") from exc
     try:
         yield holder
     finally:

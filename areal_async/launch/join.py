@@ -173,14 +173,8 @@ class _Guest:
             self._met, _ = await bus.get(LAUNCHER, Holder)
             if await next_word(bus, LAUNCHER, within_s=NUM_MISSED * BEAT_S) is None:
                 return None
-            locking = held(
-                bus,
-                bus.names.node_key(self._node_id),
-                what=f"--node-id: node {self._node_id} of run {self._run}",
-                refusal="need another id; leave it out for a new one",
-                notify=self._notify,
-            )
-            async with locking as holder:
+            key, what = bus.names.node_key(self._node_id), f"--node-id: node {self._node_id} of run {self._run}"
+            async with held(bus, key, what=what, notify=self._notify) as holder:
                 return await self._stay_as(holder, settings, bus)
 
     async def wait_for_run(self) -> RunEnd | None:
