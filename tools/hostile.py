@@ -54,7 +54,7 @@ from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from areal_async.trainer.output.archive import write_archive
 from areal_async.trainer.packing.rows import TrainRow
-from areal_async.trainer.shards import ShardTrainer, StepReport, build_rows
+from areal_async.trainer.shards import ShardTrainer, StepReport, TrainedShard, build_rows
 
 MODEL: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
@@ -347,8 +347,9 @@ class Course:
         trained = self._run_calls(rows, batch)
         made_version = Version(LINEAGE, STEP)
         write_archive(
-            self._directory, made=made_version, cut=cut, rank=0, slots=batch.slots, trajectories=trajectories,
-            advantages=batch.advantages, rows=trained.rows,
+            self._directory,
+            TrainedShard(cut=cut, slots=batch.slots, trajectories=trajectories, ages=ages, report=trained),
+            made=made_version, rank=0, advantages=batch.advantages,
         )  # fmt: skip
         said = ShardStats(ages=ages, info=add_up_info(one.info for one in trajectories.values()))
         said = msgspec.json.decode(msgspec.json.encode(said), type=ShardStats)

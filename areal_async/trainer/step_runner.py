@@ -180,17 +180,8 @@ class StepRunner:
         )
 
     async def _archive(self, trained: TrainedShard, batch: AgreedBatch, made: Version) -> None:
-        write = functools.partial(
-            write_archive,
-            self.directory / "trajectories",
-            made=made,
-            cut=trained.cut,
-            rank=self._dims.data.rank,
-            slots=trained.slots,
-            trajectories=trained.trajectories,
-            advantages=batch.advantages,
-            rows=trained.report.rows,
-        )
+        folder, rank = self.directory / "trajectories", self._dims.data.rank
+        write = functools.partial(write_archive, folder, trained, made=made, rank=rank, advantages=batch.advantages)
         await self.archiving.start(lambda: anyio.to_thread.run_sync(write))
 
     # a step that fails

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from areal_async.algorithms.advantages import spread_over_tokens
 from areal_async.errors import FencedError
 from areal_async.process.atomic_folders import publish_file, write_whole
-from areal_async.protocol.types import Cut, Metrics, Trajectory, Version
+from areal_async.protocol.types import Metrics, Version
 from areal_async.protocol.types import Sequence as TokenSequence
-from areal_async.trainer.batch.payloads import BatchSlot
 from areal_async.trainer.output.archive_reader import SLOT_COLUMNS
 from areal_async.trainer.packing.rows import TrainRow
+from areal_async.trainer.shards import TrainedShard
 
 _FILE = re.compile(r"step-([0-9]+)-([0-9]+)-[0-9]+\.parquet").fullmatch
 _CREDIT = pa.struct(
@@ -69,15 +69,7 @@ _SCHEMA = pa.schema(
 
 
 def write_archive(
-    directory: Path,
-    *,
-    made: Version,
-    cut: Cut,
-    rank: int,
-    slots: Sequence[BatchSlot],
-    trajectories: Mapping[int, Trajectory],
-    advantages: Mapping[int, NDArray[np.float32]],
-    rows: Sequence[TrainRow],
+    directory: Path, shard: TrainedShard, *, made: Version, rank: int, advantages: Mapping[int, NDArray[np.float32]]
 ) -> None:
     """Store one rank's share of the batch of the step that made version ``made``; synced when this returns.
 
@@ -89,17 +81,16 @@ def write_archive(
     that a grammar, a bias or a penalty had a say in; null where there are none.
 
     Args:
-        cut: of the step; what a replay must know of it beside its slots goes into every row.
+        shard: what a replay must know of its cut beside its slots goes into every row.
         advantages: by position; what rewards say of each credited reply, or of a trajectory without credits.
-        rows: as they were trained, those of a trajectory in the order of its sequences.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    trained: dict[int, list[TrainRow]] = defaultdict(list)
-    for row in rows:
+    cut, trained = shard.cut, defaultdict[int, list[TrainRow]](list)
+    for row in shard.report.rows:
         trained[row.index].append(row)
     records = []
-    for placed in slots:
-        trajectory = trajectories[placed.position]
+    for placed in shard.slots:
+        trajectory = shard.trajectories[placed.position]
         slot = trajectory.slot
         own = _TokenAdvantages.of(trained[placed.position], trajectory.sequences, advantages[placed.position])
         record = {

@@ -11,7 +11,7 @@ from areal_async.doctor.audit.files import read_archive, read_ledger
 from areal_async.doctor.audit.versions import count_versions, find_faults
 from areal_async.protocol.types import NOT_SAMPLED, Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
 from areal_async.trainer.batch.payloads import BatchSlot
-from areal_async.trainer.output.archive import write_archive
+from tests.unit.trainer.archives import archive_shard
 from tests.unit.trainer.models import rows_as_trained
 
 OLD, NEW = Version(1, 3).pack(), Version(1, 4).pack()
@@ -45,11 +45,10 @@ def test_every_row_of_the_archive_comes_back_with_its_own_tokens(tmp_path: Path)
         BatchSlot(position=position, group_id="0-1-0", workflow="w", item=CutSlot(slot=one.slot, sequence=1))
         for position, one in trajectories.items()
     ]
-    write_archive(
+    archive_shard(
         tmp_path,
         made=Version(1, 5),
         cut=Cut(lineage=1, step=5),
-        rank=0,
         slots=slots,
         trajectories=trajectories,
         advantages={0: np.float32([1.0]), 1: np.float32([-1.0])},

@@ -1,15 +1,20 @@
 """Runs made by hand: archived steps of one group each, and their lines of metrics."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.protocol.types import NOT_SAMPLED, Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
 from areal_async.trainer.batch.payloads import BatchSlot
+from areal_async.trainer.batch.step import AgeStats
+from areal_async.trainer.engine.stats import StepStats
 from areal_async.trainer.output.archive import write_archive
+from areal_async.trainer.packing.rows import TrainRow
+from areal_async.trainer.shards import StepReport, TrainedShard
 from tests.unit.trainer.models import rows_as_trained
 
 REWARDS = (1.0, 0.0, 0.0, 3.0)
@@ -51,16 +56,31 @@ def trajectory(step: int, sibling: int) -> Trajectory:
     return Trajectory(slot=slot, sequences=[sequence], info={"num_turns": 1.0})
 
 
+def archive_shard(
+    directory: Path,
+    *,
+    made: Version,
+    cut: Cut,
+    slots: list[BatchSlot],
+    trajectories: dict[int, Trajectory],
+    advantages: Mapping[int, NDArray[np.float32]],
+    rows: list[TrainRow],
+) -> None:
+    """Archive the shard of the only rank; of the numbers of its step nothing is asked."""
+    report = StepReport(stats=cast(StepStats, None), others={}, rows=rows)
+    shard = TrainedShard(cut=cut, slots=slots, trajectories=trajectories, ages=AgeStats(), report=report)
+    write_archive(directory, shard, made=made, rank=0, advantages=advantages)
+
+
 def archive_step(
     directory: Path, step: int, *, lineage: int = 1, max_staleness: int = 2, masks_stale: bool = False, **more: Any
 ) -> dict[int, Trajectory]:
     """Archive the batch of one step; return its trajectories by position."""
     trajectories = {place: trajectory(step, place) for place in range(len(REWARDS))}
-    write_archive(
+    archive_shard(
         directory / "trajectories",
         made=Version(lineage, step),
         cut=Cut(lineage=lineage, step=step, max_staleness=max_staleness, masks_stale=masks_stale, **more),
-        rank=0,
         slots=[
             BatchSlot(position=place, group_id=f"0-{step}-0", workflow="w", item=CutSlot(slot=one.slot, sequence=1))
             for place, one in trajectories.items()

@@ -26,9 +26,9 @@ from areal_async.protocol.types import (
 from areal_async.trainer.batch.payloads import slots_of
 from areal_async.trainer.batch.step import AgreedBatch, agree_on_batch, batch_metrics
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.output.archive import write_archive
 from areal_async.trainer.packing.rows import TrainRow, pack_rows
 from areal_async.trainer.shards import build_rows
+from tests.unit.trainer.archives import archive_shard
 from tests.unit.trainer.models import engine_of, parameters_differ
 
 V = Version(1, 4).pack()
@@ -174,8 +174,8 @@ def test_the_archive_holds_what_was_trained_where_rewards_do_not_say_it(tmp_path
 
 
 def archive(directory: Path, batch: AgreedBatch, trajectories: dict[int, Trajectory], rows: Iterable[TrainRow]) -> None:
-    write_archive(
-        directory, made=Version(1, 5), cut=Cut(lineage=1, step=5, max_staleness=2), rank=0, slots=batch.slots,
+    archive_shard(
+        directory, made=Version(1, 5), cut=Cut(lineage=1, step=5, max_staleness=2), slots=batch.slots,
         trajectories=trajectories,
         advantages=batch.advantages, rows=list(rows),
     )  # fmt: skip

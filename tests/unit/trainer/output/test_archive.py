@@ -12,7 +12,8 @@ from areal_async.errors import FencedError
 from areal_async.process.atomic_folders import keep_newest
 from areal_async.protocol.types import Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
 from areal_async.trainer.batch.payloads import BatchSlot
-from areal_async.trainer.output.archive import MetricsFile, abandon_archive, write_archive
+from areal_async.trainer.output.archive import MetricsFile, abandon_archive
+from tests.unit.trainer.archives import archive_shard
 from tests.unit.trainer.models import rows_as_trained
 
 
@@ -26,11 +27,10 @@ def _write(directory: Path, step: int, *, lineage: int = 1) -> None:
         temperatures=np.array([0.5, 0.5], dtype=np.float32),
     )
     trajectories = {0: Trajectory(slot=slot, sequences=[sequence], info={"turns": 1.0})}
-    write_archive(
+    archive_shard(
         directory,
         made=Version(lineage, step),
         cut=Cut(lineage=lineage, step=step, max_staleness=2),
-        rank=0,
         slots=[BatchSlot(position=0, group_id="0-0-0", workflow="w", item=CutSlot(slot=slot, sequence=1))],
         trajectories=trajectories,
         advantages={0: np.array([0.25], dtype=np.float32)},
