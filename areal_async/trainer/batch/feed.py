@@ -181,11 +181,9 @@ class BatchFeed:
 
     @property
     def _room(self) -> StreamRoom:
-        return StreamRoom.of(
-            self.planner.messages.num_bytes + self._sweep.num_bytes,
-            largest=self._settings.max_message_bytes,
-            limit=self._settings.rollout.max_stream_bytes,
-        )
+        num_bytes, settings = self.planner.messages.num_bytes + self._sweep.num_bytes, self._settings
+        limit = settings.rollout.max_stream_bytes
+        return StreamRoom.of(num_bytes, largest=settings.max_message_bytes, limit=limit)
 
     async def _add_ticket(self, message: Message) -> bool:
         """Note a ticket; say whether it is news."""

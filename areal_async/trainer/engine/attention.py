@@ -4,10 +4,10 @@ A packed row has no mask: a block-diagonal one would cost as much as the padding
 told apart by their lengths instead, which the model passes down to every layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -113,6 +113,11 @@ class _Collect(torch.autograd.Function):
         return places_P.index_fill_(0, ctx.documents.spare, 0.0), None
 
 
+# torch does not type its own ``apply``
+_spread: Callable[[Tensor, Documents], Tensor] = _ScatterToBatches.apply
+_collect: Callable[[Tensor, Documents], Tensor] = _Collect.apply
+
+
 def document_arguments(lengths: list[int], implementation: str, device: torch.device) -> dict[str, Any]:
     """Return the keyword arguments that tell the model's attention where documents end."""
     if implementation == PACKED:
@@ -164,11 +169,3 @@ def packed_attention(
         )
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return _collect(torch.cat(outputs), documents)[None], None
-
-
-def _spread(values_T: Tensor, documents: Documents) -> Tensor:
-    return cast(Tensor, _ScatterToBatches.apply(values_T, documents))  # type: ignore[no-untyped-call]
-
-
-def _collect(values_P: Tensor, documents: Documents) -> Tensor:
-    return cast(Tensor, _Collect.apply(values_P, documents))  # type: ignore[no-untyped-call]

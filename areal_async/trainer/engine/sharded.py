@@ -113,7 +113,7 @@ class TrainedEngine(ModelEngine[T]):
         self._aggregation = aggregation
         self._gradients = Gradients(self._model, self.dims)
         self._optimizer = make_optimizer((one for one in self._model.parameters() if one.requires_grad), trainer)
-        self._on_gradients: Callable[[], None] | None = None
+        self._see_gradients: Callable[[dict[str, Tensor]], None] | None = None
 
     @property
     def trained(self) -> TrainState:
@@ -129,13 +129,7 @@ class TrainedEngine(ModelEngine[T]):
 
         On the other ranks it is called with nothing. The update takes as much longer as gathering the model does.
         """
-
-        def gather() -> None:
-            with self._gradients.as_parameters():
-                gradients = self.full_parameters()
-            see(gradients)
-
-        self._on_gradients = gather
+        self._see_gradients = see
 
     def _set_peak(self, lr: float) -> None:
         """Take another peak of the learning rate's schedule, from the next step on."""
@@ -181,8 +175,10 @@ class TrainedEngine(ModelEngine[T]):
         terms = list(self._execution.train(minibatch, loss, scale=scale))
         if self.dims.tp_mesh is not None:
             sum_over_tp(self._model, self.dims.tp_mesh.get_group())
-        if self._on_gradients is not None:
-            self._on_gradients()
+        if self._see_gradients is not None:
+            with self._gradients.as_parameters():
+                gradients = self.full_parameters()
+            self._see_gradients(gradients)
         loss_sum = torch.stack([one.loss.double() for one in terms]).sum()
         update = self._gradients.clip(loss_sum, max_norm=self._trainer.max_grad_norm)
         tally.add_update(update, terms, minibatch)
