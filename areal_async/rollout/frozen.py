@@ -69,22 +69,17 @@ async def serve_frozen(
             first_gpu += own.inference.num_gpus
             services.start_soon(fleet.run)
             codec = await anyio.to_thread.run_sync(_load_codec, name, policy)
+            pool, size = fleet.pool, codec.vocab_size
             if policy.is_reward:
-                scorer = ScoringClient(fleet.pool, own.inference, max_requests=max_streams, vocab_size=codec.vocab_size)
-                models[name] = FrozenReward(
-                    scorer=await clients.enter_async_context(scorer), codec=codec, pool=fleet.pool
-                )
+                scorer = ScoringClient(pool, own.inference, max_requests=max_streams, vocab_size=size)
+                await clients.enter_async_context(scorer)
+                models[name] = FrozenReward(scorer=scorer, codec=codec, pool=pool)
                 continue
-            client = await clients.enter_async_context(
-                InferenceClient(
-                    fleet.pool,
-                    own.inference,
-                    max_streams=max_streams,
-                    vocab_size=codec.vocab_size,
-                    model=own.model.path,
-                )
+            client = InferenceClient(
+                pool, own.inference, max_streams=max_streams, vocab_size=size, model=own.model.path
             )
-            models[name] = FrozenModel(generator=client, codec=codec, pool=fleet.pool)
+            await clients.enter_async_context(client)
+            models[name] = FrozenModel(generator=client, codec=codec, pool=pool)
         yield models
         services.cancel_scope.cancel()
 

@@ -19,6 +19,11 @@ INTERVAL_S = 1.0
 NUM_INTERVALS = 10
 """Over which the time to a first token is a mean; streams begin less often than tokens come."""
 
+_SERVER_FIELDS = (
+    "version", "num_requests", "limit", "outstanding_tokens", "num_generated_tokens", "num_first_tokens", "num_swaps",
+)  # fmt: skip
+"""Told as they are."""
+
 
 class _Counters(NamedTuple):
     num_generated_tokens: int
@@ -103,15 +108,9 @@ def server_reports(node: NodeContext, pool: ServerPool, pace: Pace) -> dict[str,
     """Return what each server of the node does now, by its id."""
     return {
         server.id: {
-            "version": server.version,
+            **{field: getattr(server, field) for field in _SERVER_FIELDS},
             "fence": server.fence or server.doubt,
-            "num_requests": server.num_requests,
-            "limit": server.limit,
-            "outstanding_tokens": server.outstanding_tokens,
-            "num_generated_tokens": server.num_generated_tokens,
-            "num_first_tokens": server.num_first_tokens,
             "first_token_total_s": round(server.first_token_total_s, 4),
-            "num_swaps": server.num_swaps,
             "swap_total_s": round(server.swap_total_s, 4),
             "frozen": name,
             **pace.of(server),

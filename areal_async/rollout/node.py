@@ -165,16 +165,13 @@ class _Node:
             await anyio.sleep(grace_s)
             work.cancel_scope.cancel()
 
-        async def run_all() -> None:
+        async with anyio.create_task_group() as work:
+            work.start_soon(end_after_grace)
+            await work.start(leases.run_changes)
             async with anyio.create_task_group() as loops:
                 loops.start_soon(leases.run_tickets)
                 loops.start_soon(leases.run_eval_tickets)
             work.cancel_scope.cancel()
-
-        async with anyio.create_task_group() as work:
-            work.start_soon(end_after_grace)
-            await work.start(leases.run_changes)
-            work.start_soon(run_all)
 
     async def _run_weights(self) -> None:
         """Follow the announced versions; the supervisors change their servers to the newest."""
