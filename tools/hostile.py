@@ -44,7 +44,9 @@ from areal_async.trainer.batch.payloads import slots_of
 from areal_async.trainer.batch.step import (
     AgreedBatch,
     ShardStats,
+    StepReport,
     StepResult,
+    TrainedShard,
     add_up_info,
     agree_on_batch,
     batch_metrics,
@@ -54,7 +56,7 @@ from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from areal_async.trainer.output.archive import write_archive
 from areal_async.trainer.packing.rows import TrainRow
-from areal_async.trainer.shards import ShardTrainer, StepReport, TrainedShard, build_rows
+from areal_async.trainer.shards import ShardTrainer, build_rows
 
 MODEL: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,

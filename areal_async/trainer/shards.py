@@ -4,7 +4,7 @@ It goes the same way in a run, in a replay, and where a failing group is looked 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,12 +26,13 @@ from areal_async.trainer.batch.step import (
     AgeStats,
     AgreedBatch,
     ShardStats,
+    StepReport,
+    TrainedShard,
     add_up_info,
     agree_in_run,
     batch_metrics,
 )
 from areal_async.trainer.engine.engines import Engines, EngineThreads
-from areal_async.trainer.engine.stats import StepStats
 from areal_async.trainer.packing.rows import TrainRow
 from areal_async.trainer.step_calls import RunningStep, StepCalls, Values
 
@@ -39,28 +40,6 @@ T = TypeVar("T")
 
 _STEP_BITS = 0xFFFFFFFF
 """Bits of a packed version that hold its step. Versions are compared by step: a replayed one stands in for the lost."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepReport:
-    """Results of the calls of a step."""
-
-    stats: StepStats
-    others: dict[str, float]
-    """Numbers of the models beside the policy, for the step's line; none where there are none."""
-    rows: list[TrainRow]
-    """Rows of this rank, with the advantages that the policy was trained with."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedShard:
-    """This rank's part of a batch, trained."""
-
-    cut: Cut
-    slots: list[BatchSlot]
-    trajectories: dict[int, Trajectory]
-    ages: AgeStats
-    report: StepReport
 
 
 class ShardTrainer:

@@ -29,14 +29,14 @@ from areal_async.trainer.batch.feed import BatchFeed, fail_group
 from areal_async.trainer.batch.ledger import Ledger
 from areal_async.trainer.batch.limits import TrainingLimits
 from areal_async.trainer.batch.payloads import RankShard, ShardFetcher, SlotKey
-from areal_async.trainer.batch.step import AgreedBatch, Report, StepResult, agree_in_run
+from areal_async.trainer.batch.step import AgreedBatch, Report, StepResult, TrainedShard, agree_in_run
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import is_of_peers
 from areal_async.trainer.engine.threads import BackgroundJob
 from areal_async.trainer.output.archive import write_archive
 from areal_async.trainer.output.archive_reader import find_archived
 from areal_async.trainer.output.checkpoint_retention import INTERVAL
-from areal_async.trainer.shards import ShardTrainer, TrainedShard
+from areal_async.trainer.shards import ShardTrainer
 
 log = structlog.get_logger()
 

@@ -26,6 +26,7 @@ from areal_async.config.reward_model import RewardModelSettings
 from areal_async.config.settings import Settings
 from areal_async.config.sft import SftSettings
 from areal_async.config.tree import describe
+from areal_async.inference.embedded.engine.service import EngineService
 from areal_async.inference.embedded.http.routes import build_app
 from areal_async.protocol import run_state, subjects, types
 from areal_async.rollout.endpoint import app
@@ -300,7 +301,8 @@ def routes() -> str:
 
 
 def _server_routes(admin_key: str) -> list[Any]:
-    return list(build_app(cast(Any, None), admin_key=admin_key).routes)
+    service = object.__new__(EngineService)  # nobody asks it anything: it needs neither a model nor a loop
+    return list(build_app(service, admin_key=admin_key).routes)
 
 
 PARTS: MappingProxyType[str, Callable[[], str]] = MappingProxyType(

@@ -16,10 +16,11 @@ from areal_async.algorithms.advantages import AdvantageRule, advantage_rule
 from areal_async.algorithms.credit import has_differing_replies, sibling_of
 from areal_async.config.settings import Settings
 from areal_async.protocol.fields import OWN_INFO
-from areal_async.protocol.types import Metrics, Version
+from areal_async.protocol.types import Cut, Metrics, Trajectory, Version
 from areal_async.trainer.batch.advantages import outcome_advantages
 from areal_async.trainer.batch.payloads import BatchSlot, SlotKey, by_group
 from areal_async.trainer.engine.stats import StepStats
+from areal_async.trainer.packing.rows import TrainRow
 
 DIGITS = {"loss": 9, "value_loss": 9}
 """Significant digits of the metrics that ``replay`` compares to 1e-6."""
@@ -202,6 +203,28 @@ def _info_means(infos: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, f
 def _num_all_equal(batch: AgreedBatch) -> int:
     groups = by_group(batch.slots).values()
     return sum(not has_differing_replies([sibling_of(slot.header) for slot in group]) for group in groups)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """Results of the calls of a step."""
+
+    stats: StepStats
+    others: dict[str, float]
+    """Numbers of the models beside the policy, for the step's line; none where there are none."""
+    rows: list[TrainRow]
+    """Rows of this rank, with the advantages that the policy was trained with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedShard:
+    """This rank's part of a batch, trained."""
+
+    cut: Cut
+    slots: list[BatchSlot]
+    trajectories: dict[int, Trajectory]
+    ages: AgeStats
+    report: StepReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,9 +25,9 @@ from areal_async.errors import FencedError
 from areal_async.process.atomic_folders import publish_file, write_whole
 from areal_async.protocol.types import Metrics, Version
 from areal_async.protocol.types import Sequence as TokenSequence
+from areal_async.trainer.batch.step import TrainedShard
 from areal_async.trainer.output.archive_reader import SLOT_COLUMNS
 from areal_async.trainer.packing.rows import TrainRow
-from areal_async.trainer.shards import TrainedShard
 
 _FILE = re.compile(r"step-([0-9]+)-([0-9]+)-[0-9]+\.parquet").fullmatch
 _CREDIT = pa.struct(

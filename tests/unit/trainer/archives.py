@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from areal_async.protocol.types import NOT_SAMPLED, Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
 from areal_async.trainer.batch.payloads import BatchSlot
-from areal_async.trainer.batch.step import AgeStats
+from areal_async.trainer.batch.step import AgeStats, StepReport, TrainedShard
 from areal_async.trainer.engine.stats import StepStats
 from areal_async.trainer.output.archive import write_archive
 from areal_async.trainer.packing.rows import TrainRow
-from areal_async.trainer.shards import StepReport, TrainedShard
 from tests.unit.trainer.models import rows_as_trained
 
 REWARDS = (1.0, 0.0, 0.0, 3.0)
