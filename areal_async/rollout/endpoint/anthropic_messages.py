@@ -33,7 +33,7 @@ from areal_async.rollout.endpoint.content import (
 from areal_async.rollout.endpoint.reading import Unsupported, read
 from areal_async.rollout.endpoint.refusals import Refusal, anthropic_error, refuse_if
 from areal_async.rollout.endpoint.request import ApiRequest, call_of
-from areal_async.rollout.policy.messages import function_call
+from areal_async.rollout.policy.messages import assistant_message, function_call
 from areal_async.rollout.tools.schema import function_schema
 
 _STOP_REASON: dict[Finish, str] = {
@@ -182,8 +182,7 @@ def _add(messages: list[dict[str, Any]], message: _MessagesMessage, where: str) 
                     True, place, f"got {block.type!r:.50} from {message.role}, this model takes text, calls and results"
                 )
     if message.role == "assistant":
-        more = {"tool_calls": calls} if calls else {}
-        messages.append({"role": "assistant", "content": "\n".join(texts), **more})
+        messages.append(assistant_message("\n".join(texts), calls))
     else:
         add_text()
         refuse_if(len(messages) == num_before, f"{where}.content", "got no blocks, need at least one")

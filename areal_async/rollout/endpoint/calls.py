@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from areal_async.rollout.endpoint.refusals import Refusal
+from areal_async.rollout.policy.messages import assistant_message
 
 Finish = Literal["stop", "stop_sequence", "length", "tool_calls"]
 FormKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
@@ -87,8 +88,7 @@ class ReportedReply:
     @property
     def message(self) -> dict[str, Any]:
         """Return it as a message of OpenAI's chat API."""
-        calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
-        return {"role": "assistant", "content": self.content, **calls}
+        return assistant_message(self.content, self.tool_calls)
 
 
 class ApiExchange(ABC):

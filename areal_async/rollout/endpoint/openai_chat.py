@@ -35,7 +35,7 @@ from areal_async.rollout.endpoint.content import (
 from areal_async.rollout.endpoint.reading import Unsupported, read
 from areal_async.rollout.endpoint.refusals import Refusal, openai_error, refuse_if
 from areal_async.rollout.endpoint.request import ANY_OBJECT, ApiRequest, call_of
-from areal_async.rollout.policy.messages import function_call
+from areal_async.rollout.policy.messages import assistant_message, function_call
 from areal_async.rollout.tools.schema import function_schema
 
 _FINISH: dict[Finish, str] = {"stop": "stop", "stop_sequence": "stop", "length": "length", "tool_calls": "tool_calls"}
@@ -205,7 +205,7 @@ def _messages(written: Sequence[_ChatMessage]) -> list[dict[str, Any]]:
                 calls = [
                     function_call(call.id, call.function.name, call.function.arguments) for call in one.tool_calls or ()
                 ]
-                messages.append({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
+                messages.append(assistant_message(content, calls))
             case _:
                 role = "system" if one.role == "developer" else one.role
                 messages.append({"role": role, "content": content, **({"name": one.name} if one.name else {})})

@@ -35,7 +35,7 @@ from areal_async.rollout.endpoint.openai_chat import logprob_items
 from areal_async.rollout.endpoint.reading import Unsupported, read
 from areal_async.rollout.endpoint.refusals import Refusal, refuse_if
 from areal_async.rollout.endpoint.request import ANY_OBJECT, ApiRequest, call_of
-from areal_async.rollout.policy.messages import function_call
+from areal_async.rollout.policy.messages import assistant_message, function_call
 from areal_async.rollout.tools.schema import function_schema
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -212,7 +212,7 @@ def _add_items(messages: list[dict[str, Any]], items: Sequence[_Item]) -> None:
                 refuse_if(not item.call_id or not item.name, where, "need the call_id and the name of the call")
                 call = function_call(item.call_id or "", item.name or "", item.arguments or "")
                 if not is_open or _source(item) not in (source, None):
-                    messages.append({"role": "assistant", "content": ""})
+                    messages.append(assistant_message(""))
                 messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ()), call]}
                 source, is_open = _source(item), True
             case "function_call_output":

@@ -19,7 +19,7 @@ from typing import Any
 from areal_async.api import Message
 from areal_async.errors import WorkflowError
 from areal_async.protocol.types import Turn
-from areal_async.rollout.policy.messages import are_same, checked_messages, is_same
+from areal_async.rollout.policy.messages import are_same, assistant_message, checked_messages, is_same
 from areal_async.rollout.policy.text import ContextRoom, TextCodec
 from areal_async.rollout.tools.parse import is_in_thought
 
@@ -130,7 +130,7 @@ class Conversations:
         mark = _MARK.format("")
         try:
             written = self._codec.render(messages, tools, for_reply=False)
-            marked = self._codec.render([*messages[:-1], _assistant(mark)], tools, for_reply=False)
+            marked = self._codec.render([*messages[:-1], assistant_message(mark)], tools, for_reply=False)
         except WorkflowError:
             return None
         _, found, closing = marked.rpartition(mark)
@@ -234,9 +234,5 @@ def _begins_with(prompt_ids: list[int], turn: Turn) -> bool:
     return prompt_ids[: len(said)] == said
 
 
-def _assistant(content: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": content}
-
-
 def _with_contents(messages: Sequence[Message], contents: Mapping[int, str]) -> list[Message]:
-    return [_assistant(contents[index]) if index in contents else one for index, one in enumerate(messages)]
+    return [assistant_message(contents[index]) if index in contents else one for index, one in enumerate(messages)]

@@ -70,14 +70,15 @@ def _with_objects(call: Any) -> Any:
 def reply_message(text: str, content: str, calls: list[ToolCall]) -> dict[str, Any]:
     """Return what goes on with the conversation; calls that are none stay in its text, as they were written."""
     if not calls or any(call.error for call in calls):
-        return {"role": "assistant", "content": text}
-    return {
-        "role": "assistant",
-        "content": content,
-        "tool_calls": [
-            function_call(call.id, call.name, msgspec.json.encode(call.arguments).decode()) for call in calls
-        ],
-    }
+        return assistant_message(text)
+    return assistant_message(
+        content, [function_call(call.id, call.name, msgspec.json.encode(call.arguments).decode()) for call in calls]
+    )
+
+
+def assistant_message(content: str, calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Return what the model says, as OpenAI's chat API writes it."""
+    return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
 
 
 def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
