@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Self
 
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from areal_async.process.http_server import HEAD_DEADLINE_S, MAX_CONNECTIONS
@@ -64,7 +65,7 @@ class BodyBudget:
 
     def __init__(self, limits: AdmissionLimits) -> None:
         assert limits.max_body_bytes <= limits.max_share_bytes <= limits.max_held_bytes
-        self._limits = limits
+        self.limits = limits
         self._held: Counter[str] = Counter()
         """Owner -> bytes."""
         self._waiting: dict[asyncio.Future[None], tuple[str, int]] = {}
@@ -82,7 +83,7 @@ class BodyBudget:
     @asynccontextmanager
     async def holding(self, owner: str, num_bytes: int) -> AsyncIterator[Callable[[int], None]]:
         """Wait for room for a body, and hold it; yield what makes it less, once it is known to be."""
-        held = 0 if num_bytes <= self._limits.max_short_bytes else num_bytes
+        held = 0 if num_bytes <= self.limits.max_short_bytes else num_bytes
 
         def shrink(num_bytes: int) -> None:
             nonlocal held
@@ -109,9 +110,9 @@ class BodyBudget:
         self._admit()
 
     def _admit(self) -> None:
-        left = self._limits.max_held_bytes - self.num_held_bytes
+        left = self.limits.max_held_bytes - self.num_held_bytes
         for turn, (owner, num_bytes) in list(self._waiting.items()):
-            if self._held[owner] + num_bytes > self._limits.max_share_bytes:
+            if self._held[owner] + num_bytes > self.limits.max_share_bytes:
                 continue  # it waits for its own
             if num_bytes > left:
                 break
@@ -128,13 +129,13 @@ def announced_bytes(scope: Scope, limits: AdmissionLimits) -> int:
     Raises:
         Refusal: too long.
     """
-    told = next((value for name, value in scope["headers"] if name == b"content-length"), None)
-    if told is None:
-        is_chunked = any(name == b"transfer-encoding" for name, _ in scope["headers"])
-        return limits.max_body_bytes if is_chunked else 0
-    if int(told) > limits.max_body_bytes:
+    headers = Headers(scope=scope)
+    if "content-length" not in headers:
+        return limits.max_body_bytes if "transfer-encoding" in headers else 0
+    num_bytes = int(headers["content-length"])
+    if num_bytes > limits.max_body_bytes:
         raise _too_large(limits)
-    return int(told)
+    return num_bytes
 
 
 async def read_body(receive: Receive, limits: AdmissionLimits) -> bytes | None:

@@ -35,7 +35,7 @@ from areal_async.telemetry import tracing
 
 LONG_BODY_BYTES = 256 << 10
 """A longer body is read beside the loop."""
-_ANTHROPIC_HEADERS = (b"anthropic-version", b"x-api-key")
+_ANTHROPIC_HEADERS = ("anthropic-version", "x-api-key")
 
 log = structlog.get_logger()
 
@@ -77,7 +77,6 @@ class App:
     def __init__(self, sessions: Mapping[str, Session], limits: AdmissionLimits) -> None:
         """Take the sessions by id; they come and go."""
         self._sessions = sessions
-        self._limits = limits
         self.room = BodyBudget(limits)
         """The room for the bodies of requests."""
 
@@ -105,12 +104,12 @@ class App:
         if api is None:
             raise Refusal("not_found", f"path: got {scope['path']!r:.200}, need one of {', '.join(_APIS)}, models")
         _check_method(scope, "POST")
-        await _Answering(api, session, self.room, self._limits, scope, receive, send).run()
+        await _Answering(api, session, self.room, scope, receive, send).run()
 
     def _refused(self, refusal: Refusal, error: ErrorAnswer) -> Response:
         headers = {"x-should-retry": "true" if refusal.kind in ("busy", "too_slow") else "false"}
         if refusal.kind == "busy":
-            headers["retry-after"] = str(self._limits.draw_retry_after())
+            headers["retry-after"] = str(self.room.limits.draw_retry_after())
         if refusal.kind == "too_slow":
             headers["connection"] = "close"  # the rest of the request would have to be read before another one
         return _json(error.body, status_code=error.status, headers=headers)
@@ -123,7 +122,6 @@ class _Answering:
     api: PostRoute
     session: Session
     room: BodyBudget
-    limits: AdmissionLimits
     scope: Scope
     receive: Receive
     send: Send
@@ -153,10 +151,10 @@ class _Answering:
     async def _serve(self) -> None:
         session = self.session
         with session.noting_refusal():
-            num_bytes = announced_bytes(self.scope, self.limits)
+            num_bytes = announced_bytes(self.scope, self.room.limits)
         async with self.room.holding(session.id, num_bytes) as shrink:
             with session.noting_refusal():
-                body = await read_body(self.receive, self.limits)
+                body = await read_body(self.receive, self.room.limits)
             if body is None:
                 return
             shrink(len(body))
@@ -203,17 +201,15 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def _key(scope: Scope) -> str:
-    headers = dict(scope["headers"])
-    kind, _, token = headers.get(b"authorization", b"").partition(b" ")
-    bearer = token.strip() if kind.lower() == b"bearer" else b""
-    key: bytes = headers.get(b"x-api-key") or bearer
-    return key.decode("latin-1")
+    headers = Headers(scope=scope)
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    return headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
 
 
 def _guess_error(scope: Scope) -> ErrorWriter:
     """Return the API of a client that asks for what neither has, or both."""
-    names = {name for name, _ in scope["headers"]}
-    return anthropic_error if names.intersection(_ANTHROPIC_HEADERS) else openai_error
+    headers = Headers(scope=scope)
+    return anthropic_error if any(name in headers for name in _ANTHROPIC_HEADERS) else openai_error
 
 
 def _check_method(scope: Scope, method: str) -> None:

@@ -49,24 +49,19 @@ class Session:
     """What the endpoint knows of one trajectory."""
 
     def __init__(
-        self,
-        policy: RecordingPolicy,
-        codec: TextCodec,
-        *,
-        limits: AdmissionLimits | None = None,
-        unsupported: Unsupported | None = None,
+        self, policy: RecordingPolicy, codec: TextCodec, *, limits: AdmissionLimits, unsupported: Unsupported
     ) -> None:
         """Take the run's own bound on a reply: agents ask for less than it, or get it.
 
         Args:
-            unsupported: what becomes of fields that cannot be had; ``None`` refuses them.
+            unsupported: what becomes of fields that cannot be had.
         """
         self.id = secrets.token_hex(8)
         self.key = f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"
         self.model = codec.model
         """What it is called where an agent asks."""
         self.history: History = {}
-        self.unsupported = unsupported or Unsupported()
+        self.unsupported = unsupported
         self.failure: RolloutError | None = None
         """The error of the last request, where it failed; one that is answered after it makes it good."""
         self._policy = policy
@@ -74,7 +69,6 @@ class Session:
         self._max_new_tokens = policy.sampling.max_new_tokens
         self._memory = Memory()
         self._context = contextvars.copy_context()
-        limits = limits or AdmissionLimits()
         self._max_admitted = limits.max_admitted
         self._tasks: set[asyncio.Task[None]] = set()
         self.running = asyncio.Semaphore(limits.max_running)

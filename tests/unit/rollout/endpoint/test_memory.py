@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from areal_async.api import Reply
 from areal_async.config.settings import SamplingSettings
+from areal_async.rollout.endpoint.admission import AdmissionLimits
 from areal_async.rollout.endpoint.calls import ReportedReply
 from areal_async.rollout.endpoint.memory import Memory
+from areal_async.rollout.endpoint.reading import Unsupported
 from areal_async.rollout.endpoint.session import Session
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.policy import RecordingPolicy
@@ -88,7 +90,7 @@ def test_conversations_that_come_back_keep_their_tokens(
             SamplingSettings(max_new_tokens=99),
             name="uid",
         )
-        session = Session(policy, codec_with("hermes"))
+        session = Session(policy, codec_with("hermes"), limits=AdmissionLimits(), unsupported=Unsupported())
         conversations: list[list[Any]] = [[{"role": "user", "content": "2 and 3?"}]]
         parents: list[int | None] = [None]
         for _, choice in turns:
