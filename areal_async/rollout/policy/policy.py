@@ -65,7 +65,6 @@ class RecordingPolicy:
             call_parser: where the servers' own is to find the tool calls, instead of ours.
             role: of one that speaks beside ``policy``; ``None`` for ``policy`` itself.
         """
-        self._generator = generator
         self._call_parser = call_parser
         self._codec = codec
         self.sampling = sampling

@@ -119,8 +119,8 @@ async def two_at_an_endpoint(
 
 
 def gate_of(policy: ServedPolicy) -> Gate:
-    assert isinstance(policy._generator, Gate)
-    return policy._generator
+    assert isinstance(policy._maker.generator, Gate)
+    return policy._maker.generator
 
 
 def session_of(endpoint: AgentEndpoint, policy: ServedPolicy) -> Session:
