@@ -175,8 +175,6 @@ def _outcomes(lines: Sequence[Mapping[str, Any]], untrained: Sequence[Entry]) ->
 def _versions() -> dict[str, str]:
     versions = {"areal_async": areal_async.__version__, "Python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions

@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +98,13 @@ def remove_dead_targets(folder: Path) -> None:
     """
     own = _own_labels()
     for path in folder.glob("*.json"):
-        try:
+        with suppress(OSError, ValueError, WireError):  # another removes or rewrites it now, or it is none of ours
             (group,) = decode_json(path.read_bytes(), list[_Group], what=str(path))
-        except (OSError, ValueError, WireError):  # another removes or rewrites it now, or it is none of ours
-            continue
-        pid = group.labels.get(PID, "")
-        is_near = all(group.labels.get(name) == own[name] for name in (HOST, NAMESPACE))
-        if is_near and pid.isdecimal() and not Path("/proc", pid).exists():
-            path.unlink(missing_ok=True)
-            log.info("prometheus.target_removed", path=str(path))
+            pid = group.labels.get(PID, "")
+            is_near = all(group.labels.get(name) == own[name] for name in (HOST, NAMESPACE))
+            if is_near and pid.isdecimal() and not Path("/proc", pid).exists():
+                path.unlink(missing_ok=True)
+                log.info("prometheus.target_removed", path=str(path))
 
 
 class _Group(msgspec.Struct):

@@ -5,6 +5,7 @@ Names follow Prometheus: base units (seconds, bytes), ``_total`` on what only gr
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeGuard
 
 from areal_async.protocol.types import Version
@@ -165,11 +166,9 @@ def _server(server_id: str, server: Mapping[str, Any]) -> Iterator[MetricSample]
         yield one._replace(labels=labels)
     fence = str(server.get("fence") or "")
     yield MetricSample("areal_server_fenced", "1 while a server is kept out of use.", float(bool(fence)), labels)
-    try:
-        version = Version.parse(str(server.get("version")))
-    except ValueError:
-        return
-    yield MetricSample("areal_server_weights_step", "Step of the weights it runs.", version.step, labels)
+    with suppress(ValueError):  # it runs none yet
+        step = Version.parse(str(server.get("version"))).step
+        yield MetricSample("areal_server_weights_step", "Step of the weights it runs.", step, labels)
 
 
 def _read(fields: tuple[Field, ...], report: Mapping[str, Any]) -> Iterator[MetricSample]:
