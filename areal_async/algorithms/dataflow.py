@@ -9,7 +9,7 @@ run beside each other.
 Pure: what a call does is the caller's.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from graphlib import CycleError, TopologicalSorter
@@ -148,7 +148,7 @@ class Graph:
             if name not in takers:
                 raise UserError(f"graph: {maker} makes {name}, which nobody takes; take it or leave it out")
 
-    def _sorted(self) -> list[FunctionCall]:
+    def _sorted(self) -> Iterator[FunctionCall]:
         makers = {name: call.name for call in self.calls for name in call.outputs}
         takes = {call.name: [makers[name] for name in call.inputs if name in makers] for call in self.calls}
         try:
@@ -158,13 +158,12 @@ class Graph:
             raise UserError(
                 f"graph: the calls {ring} wait for each other's values, need an order without a ring"
             ) from exc
-        left, have, done = list(self.calls), set(self.given), list[FunctionCall]()
+        left, have = list(self.calls), set(self.given)
         while left:
             ready = next(call for call in left if have.issuperset(call.inputs))
             left.remove(ready)
-            done.append(ready)
             have.update(ready.outputs)
-        return done
+            yield ready
 
 
 def plain_name(name: str) -> str:
