@@ -49,11 +49,9 @@ class Readmissions:
 
     def __getitem__(self, part: slice) -> list[Readmission]:
         """Return some of them."""
-        found = []
-        for place in range(*part.indices(len(self))):
-            *group, num_failed = self._numbers[place * self._WIDTH : (place + 1) * self._WIDTH]
-            found.append(Readmission(group_id=GroupId(*group), num_failed_attempts=num_failed))
-        return found
+        starts = (place * self._WIDTH for place in range(*part.indices(len(self))))
+        items = (self._numbers[start : start + self._WIDTH] for start in starts)
+        return [Readmission(group_id=GroupId(*group), num_failed_attempts=failed) for *group, failed in items]
 
 
 @dataclass(slots=True)

@@ -165,11 +165,8 @@ class Controller:
 
     def _counts(self, group_id: str) -> bool:
         """Say whether a group may have a ticket, and note one that has ended without."""
-        group, accounts = GroupId.parse(group_id), self._accounts
-        if group.attempt:
-            counts = group_id in accounts.readmitted
-        else:
-            counts = self._order.may_be_admitted(group, accounts.admitted)
+        group, accounts, order = GroupId.parse(group_id), self._accounts, self._order
+        counts = group_id in accounts.readmitted if group.attempt else order.may_be_admitted(group, accounts.admitted)
         if not counts:
             accounts.ended_early.add(group_id)
         return counts
