@@ -17,6 +17,7 @@ from typing import Any, cast
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+from starlette.routing import Route
 
 from areal_async.bus.streams import consumer_configs, stream_configs
 from areal_async.cli.main import VERBS, Verb
@@ -27,6 +28,7 @@ from areal_async.config.settings import Settings
 from areal_async.config.sft import SftSettings
 from areal_async.config.tree import describe
 from areal_async.inference.embedded.engine.service import EngineService
+from areal_async.inference.embedded.http.bodies import admin_route
 from areal_async.inference.embedded.http.routes import build_app
 from areal_async.protocol import run_state, subjects, types
 from areal_async.rollout.endpoint import app
@@ -275,19 +277,13 @@ def _records() -> Iterator[list[str]]:
 
 def routes() -> str:
     """Return the routes of an embedded server and of a node's endpoint for agents."""
-    guarded = {
-        route.path
-        for route in _server_routes("x")
-        if getattr(route.endpoint, "__qualname__", "").startswith("guarded.")
-    }
-    rows = [
-        [
-            route.path,
-            ", ".join(sorted(set(route.methods) - {"HEAD"})),
-            "the node's secret" if route.path in guarded else "",
-        ]
-        for route in _server_routes("")
-    ]
+    service = object.__new__(EngineService)  # nobody asks it anything: it needs neither a model nor a loop
+    rows = []
+    for route in build_app(service).routes:
+        assert isinstance(route, Route)
+        is_guarded = getattr(route.endpoint, "__qualname__", "").startswith(f"{admin_route.__name__}.")
+        methods = ", ".join(sorted((route.methods or set()) - {"HEAD"}))
+        rows.append([route.path, methods, "the node's secret" if is_guarded else ""])
     apis = [[f"/v1/{path}", "POST", api.name] for path, api in app._APIS.items()]
     models = [["/v1/models", "GET", "the model"], ["/v1/models/NAME", "GET", "the model"]]
     return "\n".join(
@@ -298,11 +294,6 @@ def routes() -> str:
             "path, with `/v1` and without.\n\n" + table(["path", "method", "API"], [*apis, *models]),
         ]
     )
-
-
-def _server_routes(admin_key: str) -> list[Any]:
-    service = object.__new__(EngineService)  # nobody asks it anything: it needs neither a model nor a loop
-    return list(build_app(service, admin_key=admin_key).routes)
 
 
 PARTS: MappingProxyType[str, Callable[[], str]] = MappingProxyType(
