@@ -248,7 +248,11 @@ def test_broadcast_weights_are_on_policy_with_a_critic_and_a_reference_and_a_kil
     )
     with run.start(workflow="workflows/countdown.py") as process:
         run.wait_for_step(3, process)
+        (trainer,) = role_processes(run, "trainer")
+        os.kill(trainer, signal.SIGSTOP)  # with the other server alone it may be through before this one is up again
         os.killpg(events(run, "node-0", "server.started")[0]["pid"], signal.SIGKILL)
+        wait_until(lambda: len(events(run, "node-0", "server.started")) == 3, "the killed server to come back")
+        os.kill(trainer, signal.SIGCONT)
         ended = collect(process)
 
     assert ended.returncode == 0, ended.stdout

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from areal_async.launch.run_directory import RunDirectory
+from areal_async.process.failpoints import FIRED, SPECIFICATION
 from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, collect, events, said_by, wait_until
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.whole_runs]
@@ -28,11 +29,12 @@ FLAGS = [
 """Given once, at the first start."""
 
 
-def _start(run: Run, *words: str) -> "subprocess.Popen[str]":
+def _start(run: Run, *words: str, fault: str = "") -> "subprocess.Popen[str]":
     place = ["--run.directory", str(run.directory.parent), "--no-display"]
     return subprocess.Popen(
         [sys.executable, "-m", "areal_async", "run", *words, *place],
         cwd=REPOSITORY,
+        env={**os.environ, SPECIFICATION: fault, FIRED: str(run.directory.with_name("fired"))},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -79,14 +81,16 @@ def test_a_start_with_a_wrong_model_leaves_the_name_free(run: Run) -> None:
 
 
 def test_a_run_that_was_killed_goes_on_by_its_name_as_it_was_begun(run: Run) -> None:
-    with _start(run, "workflows/gsm8k.py", "--run.name", "story", *FLAGS) as process:
+    # A trainer that stands still at its second checkpoint is in the middle of the run, however slow who kills it is.
+    fault = "trainer.before_checkpoint:2:stop"
+    with _start(run, "workflows/gsm8k.py", "--run.name", "story", *FLAGS, fault=fault) as process:
         run.wait_for_step(3, process)
         wait_until(lambda: _recorded(run) > 0, "a checkpoint")  # written beside the steps: a slow disk's comes later
         begun = (run.directory / "config.yaml").read_text()
         _kill_all(run, process)
         process.communicate()
-    assert len(run.lines) < STEPS, "it was to be killed in the middle"
     recorded, on_disk = _recorded(run), RunDirectory(run.directory).checkpointed_step
+    assert on_disk < STEPS, "it was to be killed in the middle"
 
     with _start(run, "story") as process:
         run.wait_for_step(recorded + 1, process)
