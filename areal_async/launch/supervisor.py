@@ -76,8 +76,8 @@ class ProcessGroup:
 
 
 @dataclass(slots=True)
-class _Member:
-    """A process group at work."""
+class _SupervisedGroup:
+    """A process group at work, as it is supervised."""
 
     group: ProcessGroup
     processes: list[Process] = field(default_factory=list)
@@ -146,7 +146,7 @@ class RunSupervisor:
             read_failure: asked after each death: why the run as a whole has failed, ``None`` when it has not.
             on_change: told of every start, death and end. It must not block.
         """
-        self._members = [_Member(group) for group in groups]
+        self._members = [_SupervisedGroup(group) for group in groups]
         self._backend = backend
         self._notify = notify
         self._read_failure = read_failure
@@ -212,7 +212,7 @@ class RunSupervisor:
 
     # Process groups
 
-    async def _run_member(self, member: _Member) -> None:
+    async def _run_member(self, member: _SupervisedGroup) -> None:
         """Keep one group alive until it is done, is stopped or dies too often.
 
         consumes:     exits of its processes
@@ -239,7 +239,7 @@ class RunSupervisor:
             self._note_change(member, "stopped")
         member.ended.set()
 
-    async def _judge(self, member: _Member, death: Death) -> None:
+    async def _judge(self, member: _SupervisedGroup, death: Death) -> None:
         """End the run because of a death, or wait until the group may be started again."""
         log.info("process.died", process=death.name, status=death.status, sentence=death.sentence)
         self._note_change(member, "died", str(death))
@@ -264,13 +264,13 @@ class RunSupervisor:
         with anyio.move_on_after(pause_s):
             await self._stopping.wait()
 
-    async def _run_once(self, member: _Member) -> Death | None:
+    async def _run_once(self, member: _SupervisedGroup) -> Death | None:
         member.processes = []
         member.num_starts += 1
         self._note_change(member, "running", member.last_death)
         return await run_together(member.group.make_specs(), self._backend, on_start=member.on_start)
 
-    def _note_change(self, member: _Member, state: str, reason: str = "") -> None:
+    def _note_change(self, member: _SupervisedGroup, state: str, reason: str = "") -> None:
         if state == "died":
             member.last_death = reason
         name, num_starts = member.group.name, member.num_starts
@@ -309,13 +309,13 @@ class RunSupervisor:
                 self.stop()
                 is_second = True
 
-    async def _stop_others(self, spared: _Member | None) -> None:
+    async def _stop_others(self, spared: _SupervisedGroup | None) -> None:
         self._stopping.set()
         for member in self._members:
             if member is not spared:
                 await self._stop_member(member)
 
-    async def _stop_member(self, member: _Member) -> None:
+    async def _stop_member(self, member: _SupervisedGroup) -> None:
         """Ask a group to end, and kill it when it does not."""
         member.ask_to_end()
         with anyio.move_on_after(member.group.stop_deadline_s):
@@ -330,5 +330,5 @@ class RunSupervisor:
         self._end = self._end or end
         self._over.set()
 
-    def _output_of(self, member: _Member, death: Death) -> str:
+    def _output_of(self, member: _SupervisedGroup, death: Death) -> str:
         return next((str(p.spec.output) for p in member.processes if p.spec.name == death.name), "logs")
