@@ -195,8 +195,6 @@ class MetricsFile:
     def append(self, line: Metrics) -> None:
         """Add the line of one step; what a trainer that was replaced has added meanwhile goes.
 
-        JSON has no NaN and no infinity: numbers that are none are left out, and named in ``not_finite``.
-
         Raises:
             FencedError: that trainer is this one: its successor has written.
         """
@@ -208,7 +206,7 @@ class MetricsFile:
                 raise FencedError(f"lineage {mine}: {self._path} is lineage {newest}'s; this trainer must stop")
             self.rewind(to_step=int(line["step"]) - 1)
         with self._path.open("a") as file:
-            file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+            file.write(json_line(line))
         self._state = self._look()
 
     def rewind(self, *, to_step: int) -> None:
@@ -232,10 +230,11 @@ class MetricsFile:
         return state.st_ino, state.st_size, state.st_mtime_ns
 
 
-def _finite(line: Metrics) -> dict[str, float | int | str]:
+def json_line(line: Metrics) -> str:
+    """Return numbers as a line of JSON, which has no NaN and no infinity: those are named in ``not_finite``."""
     bad = [name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
     kept = {name: value for name, value in line.items() if name not in bad}
-    return kept | ({"not_finite": " ".join(bad)} if bad else {})
+    return json.dumps(kept | ({"not_finite": " ".join(bad)} if bad else {}), allow_nan=False) + "\n"
 
 
 def lines_through(content: bytes, step: int) -> bytes:

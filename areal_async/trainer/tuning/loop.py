@@ -3,7 +3,6 @@
 Which rows are held out and in which order the others come follows from the seed alone, whatever the number of ranks.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from areal_async.errors import UserError
 from areal_async.process.hub import local_model
 from areal_async.process.stdio import say
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
+from areal_async.trainer.output.archive import json_line
 from areal_async.trainer.packing.pack import balance
 
 S = TypeVar("S", bound=TuningSettings)
@@ -240,4 +240,4 @@ def _begin(directory: Path, settings: TuningSettings) -> None:
 
 def _append(directory: Path, fields: Mapping[str, float]) -> None:
     with (directory / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(fields) + "\n")
+        file.write(json_line(fields))

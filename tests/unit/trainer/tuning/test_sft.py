@@ -160,3 +160,10 @@ def test_prompt_may_be_a_conversation_and_only_the_answer_is_learned(settings: S
     assert tokenizer.decode(row.token_ids[row.loss_mask].tolist()) == "4<|im_end|>"
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(row.token_ids[~row.loss_mask].tolist()) == prompt
+
+
+def test_a_loss_that_is_not_finite_leaves_a_line_of_json(tmp_path: Path) -> None:
+    loop._append(tmp_path, {"step": 3, "loss": float("nan"), "grad_norm": 1.0})
+
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line, parse_constant=pytest.fail) == {"step": 3, "grad_norm": 1.0, "not_finite": "loss"}
