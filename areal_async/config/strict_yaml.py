@@ -46,7 +46,11 @@ def read_yaml(stream: IO[str] | str) -> Any:
         UnicodeDecodeError: it is not text.
     """
     try:
-        return yaml.load(stream, _Loader)
+        loader = _Loader(stream)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except (KeyRefusedError, UnicodeDecodeError):
         raise
     except NOT_YAML as exc:
