@@ -37,8 +37,10 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
         num_before = len(_stalls(run))  # a server that starts on a busy machine may have been named as well
         os.kill(server_pid(run), signal.SIGSTOP)
         wait_until(lambda: len(_stalls(run)) > num_before, "the server to be named")
+        broker = Path("/proc", (run.directory / "bus" / "nats.pid").read_text().strip())
         process.send_signal(signal.SIGKILL)
     wait_until(lambda: not any(role_processes(run, verb) for verb in ("controller", "node", "trainer")), "all ended")
+    wait_until(lambda: not broker.exists(), "the broker to have written what it holds")
     return run
 
 

@@ -26,6 +26,7 @@ from tests.e2e.test_run import (
     events,
     poisonous_call,
     role_processes,
+    said_by,
 )
 from tools.hostile import Target, hostile_message
 
@@ -33,7 +34,6 @@ pytestmark = pytest.mark.timeout(360)
 
 NUM_HOSTILE = 200
 NUM_STEPS = 30
-"""So many that a slow disk has the hostile ones stored meanwhile."""
 
 
 async def _store_hostile(run: Run, *, step: int) -> None:
@@ -65,7 +65,9 @@ def test_a_group_that_the_step_fails_with_and_hostile_trajectories_end_nothing_a
     )  # fmt: skip
     with run.start() as process:
         run.wait_for_step(2, process)
+        assert said_by("pause", run.directory).returncode == 0  # else it may be at its end before they are all stored
         anyio.run(functools.partial(_store_hostile, run, step=len(run.lines)))
+        assert said_by("resume", run.directory).returncode == 0
         run.wait_for_step(len(run.lines) + 3, process)
         for pid in role_processes(run, "trainer"):  # what was refused is refused again, and its cuts stand
             os.kill(pid, signal.SIGKILL)
