@@ -106,7 +106,7 @@ CAUSES = {
     "info": "workflow nonsense: got policy.info['x'] 'much', need a number",
     "reward kill": "reward nonsense: its worker died with status -9",
     "reward leave": "reward nonsense: its worker died with status 7",
-    "reward exit": "reward nonsense: raised: SystemExit: 3",
+    "reward exit": "reward nonsense: raised: called sys.exit(3)",
     "reward none": "reward nonsense: returned None",
     "reward nan": "reward nonsense: returned nan",
     "reward 1e400": "reward nonsense: returned inf",
