@@ -3,6 +3,7 @@
 The run has to go on as if nothing had been: no order obeyed, no key displaced, nothing lost.
 """
 
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -18,7 +19,7 @@ from areal_async.bus.keys import HISTORY
 from areal_async.bus.permissions import permissions
 from areal_async.protocol.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, SETTINGS, Names
 from tools.faults_cases import Case, row
-from tools.faults_run import FaultRun
+from tools.faults_run import FaultRun, send_signal
 
 NUM_TIMES = HISTORY + 4
 """Number of bad values that would push every good one of a key out."""
@@ -40,9 +41,12 @@ def node_credentials(case: Case) -> None:
     run = case.new_run(run__steps=NUM_STEPS)
     run.start()
     run.wait_for_step(2)
+    trainer = run.role_pid("trainer")
+    send_signal(trainer, signal.SIGSTOP)  # else the run may end before it has been struck by all of it
     anyio.run(_inject, case, run)
     num_steps_before = len(run.steps)
     case.check(num_steps_before < NUM_STEPS, "the run had ended before it was struck")
+    send_signal(trainer, signal.SIGCONT)
     run.finish()
     obeyed = [one for event in ORDERED for one in run.events("controller", event)]
     case.check(not obeyed, f"the controller obeyed: {obeyed[:1]}")

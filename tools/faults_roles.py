@@ -125,16 +125,19 @@ def trainer_zombie(case: Case) -> None:
     point = ("trainer.after_step", "trainer.before_checkpoint", "trainer.before_acks", "trainer.before_announce")[
         case.seed % 4
     ]
-    run = case.new_run(faults=f"{point}:3:stop", run__steps=16, run__watchdog_s=WATCHDOG_S)
+    run = case.new_run(faults=f"{point}:3:stop", run__steps=24, run__watchdog_s=WATCHDOG_S)
     case.note(f"stopped at {point} no. 3")
     run.start()
     run.wait_until(lambda: run.has_fired(point) or not run.is_alive, f"{point} to strike")
     case.wait_named(TRAINER, since=datetime.now(UTC))
-    run.order("pause")  # the second trainer is at the end within seconds, the zombie at its own only after some
     zombie, steps = run.role_pid("trainer"), len(run.steps)
     second = run.start_role("trainer", environment={**TRAINER_RANK, "MASTER_PORT": str(free_port())})
     try:
         case.recovered(run.wait_until(lambda: len(run.steps) > steps + 1, "two steps of the second trainer"))
+        # It would be at the end within seconds, and the zombie at its own only after some.
+        send_signal(second.pid, signal.SIGSTOP)
+        run.order("pause")
+        send_signal(second.pid, signal.SIGCONT)
         send_signal(zombie, signal.SIGCONT)
         run.wait_until(
             lambda: any(event["process"].startswith("trainer") for event in run.events("launcher", "process.died")),
