@@ -401,9 +401,9 @@ class BatchPlanner(Generic[D]):
         return RetryLater(what_for, on or (wait_graph.ADMISSION,))
 
     def _overdue(self, plan: CutPlan, now: float) -> Settle | None:
-        deadlines = {
-            group.group_id: self.settings.rollout_of(group.workflow).group_deadline_s for group in plan.waits_for
-        }
+        workflows = {group.workflow for group in plan.waits_for}
+        by_workflow = {name: self.settings.rollout_of(name).group_deadline_s for name in workflows}
+        deadlines = {group.group_id: by_workflow[group.workflow] for group in plan.waits_for}
         self._waiting_since = {group_id: self._waiting_since.get(group_id, now) for group_id in deadlines}
         waited = {group_id: now - since for group_id, since in self._waiting_since.items()}
         overdue = {group_id: deadlines[group_id] for group_id, wait_s in waited.items() if wait_s > deadlines[group_id]}

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from areal_async.config.live import settings_of_step
-from areal_async.config.settings import Settings
+from areal_async.config.settings import RolloutSettings, Settings
 from areal_async.errors import FencedError
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind, Slot, SlotStatus, StoredMessage
@@ -122,6 +122,27 @@ def test_the_groups_of_a_task_are_waited_for_as_long_as_it_says() -> None:
     bench.planner.of_untrained(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason="", step=2)
     reason = "still incomplete 70 s after the trainer began to wait for it"
     assert bench.decide(now=71.0) == Settle(["0-1-0"], OutcomeKind.FAILED, reason)
+
+
+def test_a_decision_makes_the_settings_of_a_task_once_however_many_of_its_groups_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[str] = []
+    rollout_of = Settings.rollout_of
+
+    def count(settings: Settings, workflow: str) -> RolloutSettings:
+        made.append(workflow)
+        return rollout_of(settings, workflow)
+
+    bench = Bench(step=2)
+    bench.add(*(_message(index, 0, workflow="other") for index in range(8)))
+    monkeypatch.setattr(Settings, "rollout_of", count)
+
+    decision = bench.decide()
+
+    assert isinstance(decision, RetryLater)
+    assert "8 groups" in decision.what_for
+    assert made == ["other"]
 
 
 @pytest.mark.parametrize("workflow", ["w", "other"])
