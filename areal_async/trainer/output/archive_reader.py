@@ -28,8 +28,10 @@ from areal_async.protocol.types import (
 from areal_async.protocol.types import Sequence as TokenSequence
 from areal_async.trainer.batch.cut import ages_in
 
-ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", "turns", "temperatures", "steered")
-"""Columns of the sequences; the last three may be null, and older archives are without the last two or one."""
+PARTIAL = ("turns", "temperatures", "steered")
+"""Columns of the sequences that may be null, and that older archives are without."""
+ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", *PARTIAL)
+"""Columns of the sequences."""
 SLOT_COLUMNS = (
     "sibling", "sample_uid", "reward", "oldest", "newest", "num_tokens", "num_output_tokens", "num_truncated",
 )  # fmt: skip
@@ -195,9 +197,13 @@ def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[ArchivedTrajectory]
 
 
 def sequences_of(table: pa.Table, index: int) -> list[TokenSequence]:
-    """Return the sequences of one row."""
-    names = [name for name in ARRAYS if name not in ("temperatures", "steered") or name in table.column_names]
-    columns = {name: arrays for name in names if (arrays := arrays_of(table, name, index))}
+    """Return the sequences of one row.
+
+    Raises:
+        KeyError, ValueError: a column is not there, or has more of them than another.
+    """
+    names = [name for name in ARRAYS if name not in PARTIAL or name in table.column_names]
+    columns = {name: arrays for name in names if (arrays := arrays_of(table, name, index)) or name not in PARTIAL}
     return [TokenSequence(**dict(zip(columns, arrays, strict=True))) for arrays in zip(*columns.values(), strict=True)]
 
 

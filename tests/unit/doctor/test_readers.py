@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from areal_async.doctor.audit.files import read_archive, read_ledger
@@ -36,7 +38,8 @@ def columns(**changes: Any) -> Sequence:
     return msgspec.structs.replace(trajectory(0, [NOT_SAMPLED, OLD, NEW]).sequences[0], **changes)
 
 
-def test_every_row_of_the_archive_comes_back_with_its_own_tokens(tmp_path: Path) -> None:
+def archive_two(folder: Path) -> Path:
+    """Archive two trajectories as trained in step 5; return the file."""
     trajectories = {
         0: trajectory(0, [NOT_SAMPLED, OLD, NEW], [NOT_SAMPLED, NEW]),
         1: trajectory(1, [NOT_SAMPLED, NOT_SAMPLED, OLD]),
@@ -46,7 +49,7 @@ def test_every_row_of_the_archive_comes_back_with_its_own_tokens(tmp_path: Path)
         for position, one in trajectories.items()
     ]
     archive_shard(
-        tmp_path,
+        folder,
         made=Version(1, 5),
         cut=Cut(lineage=1, step=5),
         slots=slots,
@@ -54,6 +57,11 @@ def test_every_row_of_the_archive_comes_back_with_its_own_tokens(tmp_path: Path)
         advantages={0: np.float32([1.0]), 1: np.float32([-1.0])},
         rows=rows_as_trained(trajectories, {0: 1.0, 1: -1.0}),
     )
+    return next(folder.glob("step-*.parquet"))
+
+
+def test_every_row_of_the_archive_comes_back_with_its_own_tokens(tmp_path: Path) -> None:
+    archive_two(tmp_path)
     (tmp_path / "step-000006-1-0.parquet").write_bytes(b"no parquet")
 
     rows, unreadable = read_archive(tmp_path)
@@ -65,6 +73,30 @@ def test_every_row_of_the_archive_comes_back_with_its_own_tokens(tmp_path: Path)
     assert [row.num_by_version for row in rows] == [{OLD: 1, NEW: 2}, {OLD: 1}]
     assert [row.token_faults for row in rows] == [(), ()]
     assert [reason.split(":")[0] for reason in unreadable] == ["archive step-000006-1-0.parquet"]
+
+
+def test_an_archive_of_before_there_were_credits_is_read(tmp_path: Path) -> None:
+    path = archive_two(tmp_path)
+    later = ["advantages", "credits", "turns", "temperatures", "steered"]
+    pq.write_table(pq.read_table(path).drop_columns(later), path)
+
+    rows, unreadable = read_archive(tmp_path)
+
+    assert [row.num_by_version for row in rows] == [{OLD: 1, NEW: 2}, {OLD: 1}]
+    assert unreadable == []
+
+
+def test_an_archived_row_without_versions_is_told_of(tmp_path: Path) -> None:
+    path = archive_two(tmp_path)
+    table = pq.read_table(path)
+    place = table.column_names.index("versions")
+    nulls = pa.nulls(len(table), table.schema.field("versions").type)
+    pq.write_table(table.set_column(place, "versions", nulls), path)
+
+    rows, unreadable = read_archive(tmp_path)
+
+    assert rows == []
+    assert [reason.split(":")[0] for reason in unreadable] == [f"archive {path.name}"]
 
 
 @pytest.mark.parametrize(
