@@ -105,10 +105,20 @@ class FaultRun:
         """Give the live run an order, ``pause`` or ``resume``, as a user would; it was obeyed when this returns.
 
         Raises:
-            FaultFailed: the verb ended with another status than 0.
+            FaultFailed: the verb did not end, or with another status than 0.
         """
         command = [sys.executable, "-m", "areal_async", verb, "--run", str(self.directory)]
-        done = subprocess.run(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        try:
+            done = subprocess.run(
+                command,
+                cwd=REPOSITORY,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=STOP_DEADLINE_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise FaultFailed(f"{verb} did not end within {STOP_DEADLINE_S:g} s") from None
         if done.returncode != 0:
             raise FaultFailed(f"{verb} ended with status {done.returncode}: {done.stderr.strip()}")
 
