@@ -78,7 +78,11 @@ class Controller:
         self._progress = RunProgress()
         self.evaluation = EvaluationSchedule(evaluator, settings, accounts=accounts, progress=self._progress)
         self._steering = RunSteering(
-            bus, settings, evaluate=self.evaluation.ask, check=lambda setting: self._order.check_change(setting)
+            bus,
+            settings,
+            evaluate=self.evaluation.ask,
+            check=lambda setting: self._order.check_change(setting),
+            follow=self._change,
         )
         self._liveness = LivenessWatch(
             bus=bus,
@@ -285,9 +289,7 @@ class Controller:
             endpoints=self._steering.endpoints,
         ):
             async for control in self._bus.watch_key(CONTROL, Control):
-                if control.is_paused != self._steering.control.is_paused:
-                    log.info("run.paused" if control.is_paused else "run.resumed", by=control.by)
-                self._steering.control = control
+                self._steering.see(control)
                 self._progress.announce()
 
     async def run_changes(self) -> None:

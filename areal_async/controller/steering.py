@@ -48,15 +48,31 @@ class RunSteering:
     """The endpoints of the controller at which operators give orders."""
 
     def __init__(
-        self, bus: Bus, settings: Settings, *, evaluate: Answer, check: Callable[[str], None] = lambda setting: None
+        self,
+        bus: Bus,
+        settings: Settings,
+        *,
+        evaluate: Answer,
+        check: Callable[[str], None] = lambda setting: None,
+        follow: Callable[[Changes], None] = lambda changes: None,
     ) -> None:
-        """``check`` raises ``UserError`` for a setting that cannot change in this very run."""
+        """``check`` raises ``UserError`` for a setting that cannot change in this very run.
+
+        ``follow`` is called with all changes before one is answered: what is admitted after the answer goes by it.
+        """
         self._bus = bus
         self._settings = settings
         self._evaluate = evaluate
         self._check = check
+        self._follow = follow
         self.control = Control()
         """The orders in force, as they were seen last."""
+
+    def see(self, control: Control) -> None:
+        """Take note of the orders in force."""
+        if control.is_paused != self.control.is_paused:
+            log.info("run.paused" if control.is_paused else "run.resumed", by=control.by)
+        self.control = control
 
     @property
     def endpoints(self) -> list[ServiceEndpoint]:
@@ -93,6 +109,7 @@ class RunSteering:
             with suppress(ConflictError):  # another operator was faster: theirs first, then ours
                 await self._bus.compare_and_set(CONTROL, wanted, revision)
                 break
+        self.see(wanted)
         log.info(event.kind, order=name, by=by, reason=reason)
         await self._bus.publish_event(event)
         answer: Report = msgspec.to_builtins(wanted)
@@ -119,6 +136,7 @@ class RunSteering:
             with suppress(ConflictError):  # another operator was faster: theirs first, then ours
                 await self._bus.compare_and_set(CHANGES, wanted, revision)
                 break
+        self._follow(wanted)
         await anyio.to_thread.run_sync(record_change, self._settings.run_directory, event)
         log.info(event.kind, setting=setting, before=before, after=value, by=by, reason=reason)
         await self._bus.publish_event(event)

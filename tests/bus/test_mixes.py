@@ -91,6 +91,21 @@ async def test_a_change_of_the_mix_holds_from_the_next_admission_on(
     assert [(mix.start, mix.weights, mix.counts) for mix in record.mixes] == [(24, [0, 1], [9, 15])]
 
 
+async def test_what_is_admitted_after_the_answer_goes_by_it_however_late_the_key_is_seen(
+    open_role: OpenRole, settings: Settings, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator = await open_role(Role.OPERATOR)
+
+    async def see_nothing(controller: Controller) -> None:
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(Controller, "run_changes", see_nothing)
+    async with running(controller_of(await open_role(Role.CONTROLLER), settings)) as controller:
+        seen = await world.tickets(IN_FLIGHT, controller)
+        await set_ratio(operator, "a", 0)
+        assert of(await go_on(world, controller, seen)) == {"b": IN_FLIGHT}
+
+
 @pytest.mark.parametrize("is_live", [True, False], ids=["by an operator", "in the file of a resumed run"])
 async def test_a_controller_killed_before_its_record_publishes_the_same_again_though_the_mix_has_changed(
     open_role: OpenRole, settings: Settings, world: World, tmp_path: Path, is_live: bool
