@@ -20,7 +20,7 @@ run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
 
 # Two files at a time, each whole in one process, in their order: the long ones come first. ARGS="-n 0 ..." undoes it.
 test: $(STAMP) browser agents  ## every test that runs without a GPU and without SGLang, but for those of `test-runs`
-	$(BIN)/python -m pytest -m "not sglang and not slurm and not whole_runs" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not sglang and not slurm and not whole_runs and not nightly" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 browser:  ## what the report of a run is looked at with; Debian's, where there is none
 	$(PYTHON) tools/setup_browser.py
@@ -28,7 +28,7 @@ browser:  ## what the report of a run is looked at with; Debian's, where there i
 agents: $(AGENTS)/.installed  ## the agent frameworks that are tried at the endpoint, in an environment of their own
 
 test-runs: $(STAMP)  ## what users do, end to end: each workflow, a run that is operated, the README's first workflow
-	$(BIN)/python -m pytest -m whole_runs -n 2 --dist loadfile --no-loadscope-reorder tests/e2e $(ARGS)
+	$(BIN)/python -m pytest -m "whole_runs and not nightly" -n 2 --dist loadfile --no-loadscope-reorder tests/e2e $(ARGS)
 
 sglang:  ## an environment in which the real SGLang runs on a CPU
 	$(PYTHON) tools/setup_sglang.py $(SGLANG)
@@ -46,8 +46,9 @@ faults: $(STAMP)  ## every fault of the matrix against real runs; under an hour 
 faults-quick: $(STAMP)  ## a selection of the faults, one seed each; under 8 minutes on two cores
 	$(BIN)/python -m tools.faults --quick $(ARGS)
 
-nightly: $(STAMP)  ## the longer proofs: each test on both event loops, every fault, millions of inputs and of steps of the protocol
+nightly: $(STAMP)  ## the longer proofs: each test on both event loops, every fault and what is beside its row, millions of inputs and of steps of the protocol
 	$(MAKE) test ARGS=--both-loops
+	$(BIN)/python -m pytest -m nightly tests/e2e
 	$(MAKE) faults
 	$(BIN)/python -m tools.fuzz --inputs 1000000
 	$(BIN)/python -m tools.hostile --inputs 1000000 --processes 2

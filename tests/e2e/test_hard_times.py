@@ -18,8 +18,9 @@ from tools.faults_hosts import fill
 pytestmark = pytest.mark.timeout(360)
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_before_its_first_checkpoint_finishes_and_throws_nothing_away(tmp_path: Path) -> None:
-    """One that is killed twice: row 24 of the faults."""
+    """One that is killed twice: row 24 of the faults, in the short selection of them too."""
     run = Run(tmp_path, "killed", run__steps=4, trainer__checkpoint_every_steps=100, eval__limit=8)
     given = run.command()[4:]
 
@@ -34,7 +35,9 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_finishes_and_throws_no
     assert_accounts(run, num_steps=4, max_staleness=2)
 
 
+@pytest.mark.nightly
 def test_a_stream_that_fills_up_before_the_next_checkpoint_is_due_has_all_ranks_make_one(tmp_path: Path) -> None:
+    """One rank: rows 13 and 15 of the faults. The feed's part: ``tests/bus/test_feed.py``."""
     run = Run(
         tmp_path, "small", run__steps=11, trainer__num_ranks=2, trainer__checkpoint_every_steps=100,
         rollout__max_stream_bytes=1 << 20, rollout__max_trajectory_bytes=1 << 15, rollout__batch_groups=8,
@@ -60,7 +63,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", disk], check=True)
 
 
+@pytest.mark.nightly
 def test_a_disk_that_is_full_and_stays_so_ends_the_run_with_one_sentence(small_disk: Path) -> None:
+    """One that has room again: row 16 of the faults. The sentence: ``tests/unit/cli/test_run.py``."""
     run = Run(
         small_disk, "full", run__steps=1000, rollout__max_stream_bytes=128 << 20, bus__operation_deadline_s=10,
     )  # fmt: skip
