@@ -6,15 +6,23 @@ told apart by their lengths instead, which the model passes down to every layer.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any, Self
+from functools import cached_property
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from areal_async.errors import UserError
 
 PACKED = "areal_packed"
+LAYER_KINDS = ("full_attention", "sliding_attention")
+"""What transformers calls the layers that this attends for; any other kind would see its neighbours' tokens."""
+UNSUPPORTED = {"softcap": "soft caps of its scores", "s_aux": "sinks", "position_bias": "biases", "alibi": "biases"}
+"""What a model's attention may ask for by name, and what that is."""
 SIMILAR_TOKENS = 16
 """Documents whose lengths differ by less are attended in one call: for a short one the call costs more than the work,
 and for a long one so few tokens more are little."""
@@ -30,21 +38,31 @@ def register_packed_attention() -> None:
     AttentionInterface.register(PACKED, packed_attention)
 
 
-def attention_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return flash attention's varlen kernel where it can run, else ``PACKED``."""
-    has_flash = device.type == "cuda" and dtype == torch.bfloat16 and find_spec("flash_attn") is not None
-    return "flash_attention_2" if has_flash else PACKED
+def check_attention(config: Any, model: str) -> None:
+    """Refuse a model whose configuration asks for more than causal attention, in full or in a window.
+
+    Raises:
+        UserError: the scores have a soft cap, or a layer is of another kind.
+    """
+    got = [f"layers of {kind}" for kind in getattr(config, "layer_types", None) or () if kind not in LAYER_KINDS]
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        got.append(f"attn_logit_softcapping={config.attn_logit_softcapping}")
+    if got:
+        raise UserError(
+            f"model: got {model} of type {config.model_type} with {got[0]}, need plain causal attention, in full or in "
+            "a sliding window; train a model such as Qwen2, Qwen3, Llama, Mistral or Gemma 3"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Documents:
+class DocumentBatches:
     """A row's documents as batches for attention: those of similar length together, filled up to their longest.
 
     What fills up stands behind its document and repeats its last token: causal attention never looks there, and
     nothing that is attended there is kept. T: tokens of the row; P: places in the batches.
     """
 
-    batches: list[tuple[int, int]]
+    shapes: list[tuple[int, int]]
     """Number of documents and length of each batch."""
     taken_P: Tensor
     """Position in the row of what stands in each place."""
@@ -52,7 +70,6 @@ class Documents:
     """Place of each token of the row."""
     spare: Tensor
     """Places that only fill up."""
-    longest: int
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
@@ -75,12 +92,29 @@ class Documents:
         kept_T = np.empty(sum(lengths), dtype=np.int64)
         kept_T[taken_P[is_kept_P]] = np.flatnonzero(is_kept_P)
         return cls(
-            batches=[(len(batch), lengths[batch[0]]) for batch in batches],
+            shapes=[(len(batch), lengths[batch[0]]) for batch in batches],
             taken_P=torch.from_numpy(taken_P).to(device),
             kept_T=torch.from_numpy(kept_T).to(device),
             spare=torch.from_numpy(np.flatnonzero(~is_kept_P)).to(device),
-            longest=max(lengths),
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Documents:
+    """The documents of a row, in the form that a layer's attention wants them; each form is made once a row."""
+
+    lengths: Sequence[int]
+    device: torch.device
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """Where documents begin, and the end of the last, [N + 1] in int32, as flash attention takes them."""
+        return torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
+
+    @cached_property
+    def batches(self) -> DocumentBatches:
+        """The documents as batches."""
+        return DocumentBatches.of(self.lengths, self.device)
 
 
 class _ScatterToBatches(torch.autograd.Function):
@@ -90,41 +124,32 @@ class _ScatterToBatches(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, values_T: Tensor, documents: Documents) -> Tensor:
-        ctx.documents = documents
-        return values_T.index_select(0, documents.taken_P)
+    def forward(ctx: Any, values_T: Tensor, batches: DocumentBatches) -> Tensor:
+        ctx.batches = batches
+        return values_T.index_select(0, batches.taken_P)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].index_select(0, ctx.documents.kept_T), None
+        return gradients[0].index_select(0, ctx.batches.kept_T), None
 
 
 class _Collect(torch.autograd.Function):
     """Values of the batches' places [P, ...] back to the row [T, ...]."""
 
     @staticmethod
-    def forward(ctx: Any, values_P: Tensor, documents: Documents) -> Tensor:
-        ctx.documents = documents
-        return values_P.index_select(0, documents.kept_T)
+    def forward(ctx: Any, values_P: Tensor, batches: DocumentBatches) -> Tensor:
+        ctx.batches = batches
+        return values_P.index_select(0, batches.kept_T)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        places_P = gradients[0].index_select(0, ctx.documents.taken_P)
-        return places_P.index_fill_(0, ctx.documents.spare, 0.0), None
+        places_P = gradients[0].index_select(0, ctx.batches.taken_P)
+        return places_P.index_fill_(0, ctx.batches.spare, 0.0), None
 
 
 # torch does not type its own ``apply``
-_spread: Callable[[Tensor, Documents], Tensor] = _ScatterToBatches.apply
-_collect: Callable[[Tensor, Documents], Tensor] = _Collect.apply
-
-
-def document_arguments(lengths: list[int], implementation: str, device: torch.device) -> dict[str, Any]:
-    """Return the keyword arguments that tell the model's attention where documents end."""
-    if implementation == PACKED:
-        return {"documents": Documents.of(lengths, device)}
-    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-    longest = max(lengths)
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+_spread: Callable[[Tensor, DocumentBatches], Tensor] = _ScatterToBatches.apply
+_collect: Callable[[Tensor, DocumentBatches], Tensor] = _Collect.apply
 
 
 def packed_attention(
@@ -136,36 +161,82 @@ def packed_attention(
     *,
     documents: Documents,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
-    **_unused: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each document of one packed row.
+    """Attend within each document of one packed row, in half precision on a GPU by flash attention's kernel.
 
     Shapes: query [1, H, T, D], key and value [1, K, T, D] with K dividing H; returns [1, T, H, D].
 
+    Args:
+        sliding_window: how many tokens each one sees, itself among them; None shows it all before it.
+
     Raises:
-        ValueError: a mask, or a document longer than the model's sliding window, neither of which is done here.
+        UserError: the model asks for what is not done here: a mask, a soft cap, sinks, a window that it does not pass.
     """
-    if attention_mask is not None:
-        raise ValueError("packed attention: got a mask, need none; documents are told apart by their lengths")
-    if sliding_window is not None and documents.longest > sliding_window:
-        raise ValueError(
-            f"packed attention: got a sequence of {documents.longest} tokens, "
-            f"need at most the model's sliding window of {sliding_window}; shorten rollout.sampling.max_new_tokens"
+    _check_call(module, attention_mask, sliding_window, more)
+    if _has_kernel(query, key, value):
+        q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+        bounds, longest = documents.bounds, max(documents.lengths)
+        # The kernel counts the tokens before the one that sees them.
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        attended = varlen_attn(
+            q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=window, enable_gqa=True
         )
+        attended_THD = cast(Tensor, attended)
+    else:
+        attended_THD = _attend_batches(query, key, value, documents.batches, scaling, sliding_window)
+    return attended_THD[None], None
+
+
+def _check_call(module: nn.Module, mask: Tensor | None, window: int | None, more: dict[str, Any]) -> None:
+    got = [what for name, what in UNSUPPORTED.items() if more.get(name) is not None]
+    if mask is not None:
+        got.append("a mask")
+    if getattr(module, "is_causal", True) is False:
+        got.append("a look at what comes after")
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    is_sliding = kinds is not None and kinds[getattr(module, "layer_idx", 0)] == "sliding_attention"
+    if is_sliding and window is None and getattr(config, "sliding_window", None) is not None:
+        got.append("a window by a mask alone")
+    if got:
+        raise UserError(
+            f"model: got attention with {got[0]} ({type(module).__name__}), need plain causal attention, in full or in "
+            "a sliding window; train a model such as Qwen2, Qwen3, Llama, Mistral or Gemma 3"
+        )
+
+
+def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Say whether torch's flash attention takes these: a GPU, half precision, heads of one width that it knows."""
+    return (
+        query.is_cuda
+        and query.shape[-1] % 8 == 0
+        and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, True))
+    )
+
+
+def _attend_batches(
+    query: Tensor, key: Tensor, value: Tensor, batches: DocumentBatches, scaling: float | None, window: int | None
+) -> Tensor:
+    """Attend batch by batch; returns [T, H, D]."""
     repeats = query.shape[1] // key.shape[1]
     # The kernels of a CPU read shared heads in place; not all of a GPU's do.
     in_place = repeats > 1 and query.device.type == "cpu"
     if repeats > 1 and not in_place:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    sizes = [count * length for count, length in documents.batches]
-    places = [_spread(part[0].transpose(0, 1), documents).split(sizes) for part in (query, key, value)]
+    sizes = [count * length for count, length in batches.shapes]
+    places = [_spread(part[0].transpose(0, 1), batches).split(sizes) for part in (query, key, value)]
     outputs = []
-    for (count, length), *parts in zip(documents.batches, *places, strict=True):
+    for (count, length), *parts in zip(batches.shapes, *places, strict=True):
         q, k, v = (part.view(count, length, *part.shape[1:]).transpose(1, 2) for part in parts)
+        mask_LL = None
+        if window is not None and length > window:
+            place_L = torch.arange(length, device=query.device)
+            ago_LL = place_L[:, None] - place_L
+            mask_LL = (ago_LL >= 0) & (ago_LL < window)
         attended = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=in_place
+            q, k, v, attn_mask=mask_LL, is_causal=mask_LL is None, scale=scaling, enable_gqa=in_place
         )
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
-    return _collect(torch.cat(outputs), documents)[None], None
+    return _collect(torch.cat(outputs), batches)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from areal_async.config.settings import TrainerSettings
 from areal_async.errors import UserError
 from areal_async.process.gc_pauses import importing
-from areal_async.trainer.engine.attention import attention_for, document_arguments, register_packed_attention
+from areal_async.trainer.engine.attention import PACKED, Documents, check_attention, register_packed_attention
 from areal_async.trainer.engine.lora import adapt
 from areal_async.trainer.engine.parallel.dims import PP, ParallelDims
 from areal_async.trainer.engine.parallel.stages import Skipped, StagedModel
@@ -45,7 +45,6 @@ class DecoderModel(nn.Module):
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
         self.decoder = decoder
-        self.attention = cast(Any, decoder).config._attn_implementation
 
     def forward(self, row: PackedRow) -> Any:
         """Return what ``read`` does of the row's tokens."""
@@ -54,9 +53,11 @@ class DecoderModel(nn.Module):
     def states(self, row: PackedRow, received: Tensor | None = None) -> Tensor:
         """Return the decoder's last states [1, T, H], of the row's tokens or of another stage's states (``stages``)."""
         given = {"input_ids": row.token_ids_T[None]} if received is None else {"inputs_embeds": received}
-        given |= document_arguments(row.lengths, self.attention, row.token_ids_T.device)
+        documents = Documents(lengths=row.lengths, device=row.token_ids_T.device)
         base = cast(Any, self.decoder).base_model
-        hidden: Tensor = base(**given, position_ids=row.position_ids_T[None], use_cache=False).last_hidden_state
+        hidden: Tensor = base(
+            **given, position_ids=row.position_ids_T[None], documents=documents, use_cache=False
+        ).last_hidden_state
         return hidden
 
     def read(self, hidden_TH: Tensor, row: PackedRow) -> Any:
@@ -133,7 +134,7 @@ def load_policy(
     """
     has_adapters = trainer.lora.is_on and not is_frozen
     stored = dtype if is_frozen or has_adapters else torch.float32
-    causal_lm, _ = _load(CAUSAL_LM, folder, dims.all.device, dtype, stored=stored)
+    causal_lm, _ = _load(CAUSAL_LM, folder, stored=stored)
     _check_trainable(causal_lm, folder)
     causal_lm.requires_grad_(not is_frozen)
     base_sha256: dict[str, str] = {}
@@ -155,7 +156,7 @@ def load_critic(
     Raises:
         UserError: the folder holds no decoder that this can train, or one with several labels.
     """
-    classifier, missing = _load(CLASSIFIER, folder, dims.all.device, dtype, stored=torch.float32, num_labels=1)
+    classifier, missing = _load(CLASSIFIER, folder, stored=torch.float32, num_labels=1)
     _check_trainable(classifier, folder)
     if not hasattr(classifier, "score"):
         raise UserError(
@@ -167,9 +168,7 @@ def load_critic(
     return _laid_out(classifier, dims, trainer, dtype=dtype, wrap=Critic)
 
 
-def _load(
-    kind: str, folder: Path, device: torch.device, dtype: torch.dtype, *, stored: torch.dtype, **options: Any
-) -> tuple[Any, set[str]]:
+def _load(kind: str, folder: Path, *, stored: torch.dtype, **options: Any) -> tuple[Any, set[str]]:
     """Return a model by one of transformers' auto classes, and the parameters that the folder did not have."""
     # Imported here: it takes seconds, and the processes that only make batches never need it.
     with importing():
@@ -186,7 +185,7 @@ def _load(
         model, told = auto_class.from_pretrained(
             folder,
             dtype=stored,
-            attn_implementation=attention_for(device, dtype),
+            attn_implementation=PACKED,
             local_files_only=True,
             output_loading_info=True,
             **options,
@@ -246,6 +245,7 @@ def _check_trainable(causal_lm: Any, path: Path) -> None:
             f"model: got {path} of type {config.model_type}, whose weights are stored in another layout than they are "
             "trained in; need a dense decoder such as Qwen2, Qwen3 or Llama"
         )
+    check_attention(config, str(path))
     scaled = [name for name in HEAD_SCALES if getattr(config, name, None) not in (None, 1)]
     if scaled:
         raise UserError(

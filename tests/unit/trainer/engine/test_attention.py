@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from areal_async.trainer.engine.attention import SIMILAR_TOKENS, Documents, packed_attention
+from areal_async.trainer.engine.attention import SIMILAR_TOKENS, DocumentBatches, Documents, packed_attention
 
 CPU = torch.device("cpu")
 HEADS, WIDTH = 4, 8
@@ -49,7 +49,7 @@ def test_packed_attention_is_that_of_each_document_alone(lengths: list[int], sha
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-    return packed_attention(nn.Identity(), query, key, value, None, documents=Documents.of(lengths, CPU))[0]
+    return packed_attention(nn.Identity(), query, key, value, None, documents=Documents(lengths=lengths, device=CPU))[0]
 
 
 def test_documents_of_similar_length_are_attended_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,19 +70,9 @@ def test_documents_of_similar_length_are_attended_in_one_call(monkeypatch: pytes
 
 
 def test_what_fills_up_a_batch_gets_no_gradient_and_gives_none() -> None:
-    documents = Documents.of([2, 4], CPU)
+    batches = DocumentBatches.of([2, 4], CPU)
 
-    assert documents.batches == [(2, 4)]
-    assert documents.taken_P.tolist() == [2, 3, 4, 5, 0, 1, 1, 1]
-    assert documents.kept_T.tolist() == [4, 5, 0, 1, 2, 3]
-    assert documents.spare.tolist() == [6, 7]
-
-
-def test_a_mask_and_a_document_longer_than_the_window_are_refused() -> None:
-    query = torch.randn(1, HEADS, 4, WIDTH)
-    with pytest.raises(ValueError, match="need none"):
-        packed_attention(nn.Identity(), query, query, query, torch.ones(4, 4), documents=Documents.of([4], CPU))
-    with pytest.raises(ValueError, match="got a sequence of 3 tokens, need at most the model's sliding window of 2"):
-        packed_attention(
-            nn.Identity(), query, query, query, None, documents=Documents.of([3, 1], CPU), sliding_window=2
-        )
+    assert batches.shapes == [(2, 4)]
+    assert batches.taken_P.tolist() == [2, 3, 4, 5, 0, 1, 1, 1]
+    assert batches.kept_T.tolist() == [4, 5, 0, 1, 2, 3]
+    assert batches.spare.tolist() == [6, 7]
