@@ -19,6 +19,7 @@ from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import KEPT_TOKENS, MIN_ROOM_TOKENS, ServerPool
 from areal_async.inference.swap import swap
 from areal_async.protocol.types import Turn, WeightsVersion
+from tests.sglang.relay import only_beginnings
 from tests.sglang.scoring import assert_scored_by, assert_whole
 from tests.unit.inference.embedded_engine import CONTEXT_LENGTH, Server, prompt_of
 
@@ -43,7 +44,9 @@ async def client_of(*servers: Server) -> AsyncIterator[InferenceClient]:
         yield client
 
 
-async def generate_while(client: InferenceClient, event: Callable[[], Any]) -> list[tuple[list[int], Turn]]:
+async def generate_while(
+    client: InferenceClient, event: Callable[[], Any], *, num_received: int = 20 * NUM_STREAMS
+) -> list[tuple[list[int], Turn]]:
     """Stream several answers from the first server, have ``event`` happen in their midst, return prompts and turns."""
     first = client.pool.servers["s0"]
     answers: list[tuple[list[int], Turn]] = []
@@ -57,7 +60,7 @@ async def generate_while(client: InferenceClient, event: Callable[[], Any]) -> l
     async with anyio.create_task_group() as tasks:
         for prompt in prompts:
             tasks.start_soon(generate, prompt)
-        while first.num_generated_tokens < 20 * NUM_STREAMS:  # noqa: ASYNC110 -- a counter has no event
+        while first.num_generated_tokens < num_received:  # noqa: ASYNC110 -- a counter has no event
             await anyio.sleep(0.01)
         await event()
     assert len(answers) == NUM_STREAMS
@@ -123,8 +126,9 @@ async def test_streams_of_a_killed_server_go_on_elsewhere_from_what_was_received
         async def kill() -> None:
             victim.process.kill()
 
-        answers = await generate_while(client, kill)
         dead, alive = client.pool.servers.values()
+        async with only_beginnings(dead.url) as dead.url:
+            answers = await generate_while(client, kill, num_received=NUM_STREAMS)
         assert dead.doubt
         assert dead.num_generated_tokens + alive.num_generated_tokens == NUM_STREAMS * NUM_TOKENS
         assert alive.num_generated_tokens > 0
