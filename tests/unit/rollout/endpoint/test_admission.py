@@ -6,6 +6,7 @@ import resource
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -28,7 +29,7 @@ from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with
 from tests.unit.rollout.endpoint.scripted_endpoint import QUESTION, chat, client, said, served, speaker
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 BODIES: Mapping[str, Any] = {
@@ -37,7 +38,8 @@ BODIES: Mapping[str, Any] = {
     MESSAGES: {"model": "m", "max_tokens": 9, "messages": QUESTION},
 }
 NUM_PARALLEL = 5000
-PATIENCE_S = 200.0
+PATIENCE_S = 500.0
+"""For what hangs: thousands of connections take a busy machine minutes."""
 NEVER_S = 10_000.0
 SMALL = AdmissionLimits(
     max_body_bytes=64 << 10, max_short_bytes=1 << 10, max_share_bytes=128 << 10, max_held_bytes=192 << 10,
@@ -170,14 +172,16 @@ async def test_of_thousands_of_requests_some_run_some_wait_and_others_are_told_t
             waits.append(int(headers["retry-after"]))
         writer.close()
 
-    async with two_at_an_endpoint() as (endpoint, greedy, neighbour):
-        limits, gate = endpoint.limits, gate_of(greedy)
+    # Of so many some come late on a busy machine, and are to be told so by nothing but their number.
+    limits = replace(AdmissionLimits.of_process(), body_deadline_s=NEVER_S, head_deadline_s=NEVER_S)
+    async with two_at_an_endpoint(limits) as (endpoint, greedy, neighbour):
+        gate = gate_of(greedy)
         assert num_parallel > limits.max_admitted
         async with anyio.create_task_group() as asking:
             for _ in range(num_parallel):
                 asking.start_soon(ask_once, greedy)
             await until(lambda: len(statuses) == num_parallel - limits.max_admitted, within_s=PATIENCE_S)
-            await until(lambda: gate.num_waiting == limits.max_running)
+            await until(lambda: gate.num_waiting == limits.max_running, within_s=PATIENCE_S)
             assert set(statuses) == {429}
             assert min(waits) >= 1
             assert len(set(waits)) > 1, "not all of them come again at once"
@@ -189,7 +193,7 @@ async def test_of_thousands_of_requests_some_run_some_wait_and_others_are_told_t
         assert gate.most_waiting == limits.max_running
         assert statuses.count(200) == len(greedy.turns) == limits.max_admitted
         assert not greedy.failures, "what was answered after it makes it good"
-        await until(lambda: num_connections(endpoint) == 0)
+        await until(lambda: num_connections(endpoint) == 0, within_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("path", BODIES)
