@@ -11,6 +11,7 @@ import pytest
 from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
 from areal_async.config.settings import BusSettings, RunSettings, Settings
 from tests.brokers import CONNECT_DEADLINE_S, OpenRole, as_operator, running_broker
+from tests.gpu_drivers import driver as driver
 from tests.loops import anyio_backend as anyio_backend
 from tests.loops import loop_options as loop_options
 from tests.loops import run_on_both

@@ -28,6 +28,7 @@ from areal_async.config.tasks import workflow_name
 from areal_async.errors import PipelineError, UserError, leaves_of
 from areal_async.launch.backend import Backend
 from areal_async.launch.backends import BACKENDS
+from areal_async.launch.interpreters import check_interpreters
 from areal_async.launch.plan import plan_groups
 from areal_async.launch.reach import place_of, refuse_loopback
 from areal_async.launch.run import EMBEDDED, hold, launch
@@ -66,6 +67,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     backend = BACKENDS[settings.launch.backend]()
     # Refuses what this host cannot hold, before anything is removed.
     plan_groups(settings, directory, gpus=gpus, hosts=backend.hosts)
+    check_interpreters(settings, gpus, num_hosts=len(backend.hosts))
     check_hosts(settings, backend)
     with ExitStack() as stack:
         anyio.run(functools.partial(hold, stack, directory, settings.run.name, is_visit=False))

@@ -2,15 +2,19 @@
 
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
 from collections import deque
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 from areal_async.errors import UserError
 
 PROBE_DEADLINE_S = 10.0
+DEVICES = Path("/dev")
 LOOPBACK = "127.0.0.1"
 ANY = "0.0.0.0"
 """What listens there listens at every address of the host; nobody connects to it."""
@@ -24,16 +28,33 @@ _DRAWS = random.SystemRandom()
 _reserved: deque[int] = deque()
 
 
-def visible_gpus(devices: Path = Path("/dev")) -> tuple[str, ...]:
-    """Return the identifiers that ``CUDA_VISIBLE_DEVICES`` takes, honouring what it says now."""
+def visible_gpus() -> tuple[str, ...]:
+    """Return the identifiers that ``CUDA_VISIBLE_DEVICES`` takes, honouring what it says now.
+
+    Numbers as CUDA counts, which programs that read the variable expect; for a MIG device its UUID: it has no number.
+    """
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if allowed is not None:
-        return tuple(name.strip() for name in allowed.split(",") if name.strip() not in ("", "-1"))
-    names = [path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*")]
-    if names:
-        return tuple(sorted((name for name in names if name.isdecimal()), key=int))
-    # Where there are no device files (WSL) the driver tells.
-    return tuple(map(str, range(sum(line.startswith("GPU ") for line in ask_driver("-L").splitlines()))))
+    if allowed is None:
+        return _driver_gpus()
+    names = (name.strip() for name in allowed.split(","))
+    return tuple(takewhile(lambda name: name not in ("", "-1"), names))  # CUDA stops there too
+
+
+@cache
+def _driver_gpus() -> tuple[str, ...]:
+    """Ask the driver, once. The numbers in ``/dev`` are the host's: CUDA counts a container's GPUs from 0."""
+    mig_devices: list[list[str]] = []
+    """Of each GPU; one that is divided can only be had in parts."""
+    for line in ask_driver("-L").splitlines():
+        if line.startswith("GPU "):
+            mig_devices.append([])
+        elif mig_devices and (uuid := re.search(r"UUID: (MIG-[^)]+)", line)):
+            mig_devices[-1].append(uuid[1])
+    if mig_devices:
+        return tuple(name for number, parts in enumerate(mig_devices) for name in parts or [str(number)])
+    # A container may have the GPUs without the driver's program.
+    files = [path for path in DEVICES.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdecimal()]
+    return tuple(map(str, range(len(files))))
 
 
 def check_address(host: str, *, setting: str) -> None:

@@ -25,7 +25,7 @@ ONLY_IN = {
     "nats": ("bus",),
     "httpx": ("inference",),
     "mcp": ("rollout/tools",),
-    "torch": ("trainer", "algorithms", "inference/embedded", "inference/weight_group.py"),
+    "torch": ("trainer", "algorithms", "inference/embedded", "inference/weight_group.py", "process/device.py"),
 }
 OURS = {"areal_async", "workflows", "rewards", "tools", "tests"}
 MAY_IMPORT = {"areal_async": {"areal_async"}, "workflows": {"areal_async", "rewards"}, "rewards": {"areal_async"}}

@@ -11,7 +11,7 @@ import anyio.to_thread
 from areal_async.config.settings import Settings
 from areal_async.doctor.preflight.broker import check_broker
 from areal_async.doctor.preflight.exports import check_traces, check_trackers
-from areal_async.doctor.preflight.findings import Level, PreflightFinding, guarded, here, in_thread, of_mistake
+from areal_async.doctor.preflight.findings import Level, PreflightFinding, here, in_thread, of_mistake
 from areal_async.doctor.preflight.host import check_clock, check_disk, check_limits, check_ports, check_processes
 from areal_async.doctor.preflight.inputs import check_data, check_models, check_template, check_workflows
 from areal_async.doctor.preflight.lengths import check_lengths
@@ -68,5 +68,5 @@ async def _check_places(settings: Settings, machine: Machine) -> list[PreflightF
         backend = await anyio.to_thread.run_sync(BACKENDS[settings.launch.backend])
     except UserError as mistake:
         return [of_mistake("hosts", mistake)]
-    shares = guarded("GPUs", check_processes, settings, machine, backend.hosts)
+    shares = await in_thread("GPUs", check_processes, settings, machine, backend.hosts)
     return [await check_hosts(settings, backend), *shares]

@@ -6,6 +6,7 @@ from areal_async.config.settings import Settings
 from areal_async.doctor.preflight.findings import PreflightFinding, error, gigabytes, good, good_if, warning
 from areal_async.doctor.preflight.machine import Machine, free_disk_bytes
 from areal_async.doctor.preflight.memory import NUM_BYTES, STATE_BYTES, ModelSize
+from areal_async.launch.interpreters import check_interpreters
 from areal_async.launch.plan import plan_groups
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.process.host import LOOPBACK, free_port, visible_gpus
@@ -22,7 +23,7 @@ NUM_WEIGHTS_KEPT = 3
 def check_processes(
     settings: Settings, machine: Machine, hosts: Sequence[str] = (LOOPBACK,)
 ) -> Iterator[PreflightFinding]:
-    """Share the GPUs as the launcher will, and count threads against cores.
+    """Share the GPUs as the launcher will, and have torch count them, or count threads against cores.
 
     Args:
         hosts: that the run would have, this one first; of several, the others have the servers.
@@ -32,6 +33,8 @@ def check_processes(
     if gpus:
         names = ", ".join(sorted({gpu.name for gpu in machine.gpus})) or "the driver does not name them"
         yield good("GPUs", f"{len(gpus)} ({names})")
+        for told in check_interpreters(settings, gpus, num_hosts=len(hosts)):
+            yield good("torch", told)
         return
     trainer, served = settings.trainer, settings.inference
     num_threads = trainer.num_ranks * trainer.num_threads

@@ -5,16 +5,24 @@ import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+import torch
 
 from areal_async.errors import UserError
 from areal_async.process import host
+from areal_async.process.device import own_device
 from areal_async.process.host import LOOPBACK, check_address, free_port, visible_gpus
+from tests.gpu_drivers import Driver
 
 
-@pytest.mark.parametrize(("text", "gpus"), [("", ()), ("-1", ()), ("2,3", ("2", "3")), ("GPU-ab", ("GPU-ab",))])
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [
+        ("", ()), ("-1", ()), ("2,3", ("2", "3")), (" 1 , 0", ("1", "0")), ("1,-1,0", ("1",)), ("GPU-ab", ("GPU-ab",)),
+        ("MIG-ab,MIG-cd", ("MIG-ab", "MIG-cd")),
+    ],
+)  # fmt: skip
 def test_what_the_environment_hides_is_not_seen(
     monkeypatch: pytest.MonkeyPatch, text: str, gpus: tuple[str, ...]
 ) -> None:
@@ -23,14 +31,46 @@ def test_what_the_environment_hides_is_not_seen(
     assert visible_gpus() == gpus
 
 
-def test_gpus_are_found_as_devices_in_the_order_of_their_numbers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for name in ("nvidia10", "nvidia2", "nvidia0", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
+GPU = "GPU {}: NVIDIA A100-SXM4-40GB (UUID: GPU-{}0d2bc5a2-0a5c-8a1e-5a0b-1c3a7f0f3f11)"
+MIG = "  MIG 3g.20gb     Device  {}: (UUID: MIG-{})"
 
-    assert visible_gpus(tmp_path) == ("0", "2", "10")
+
+@pytest.mark.parametrize(
+    ("lines", "gpus"),
+    [
+        ([GPU.format(0, "a")], ("0",)),
+        ([GPU.format(0, "a"), GPU.format(1, "b")], ("0", "1")),
+        ([GPU.format(0, "a"), MIG.format(0, "x"), MIG.format(1, "y"), GPU.format(1, "b")], ("MIG-x", "MIG-y", "1")),
+    ],
+)
+def test_gpus_are_counted_by_the_driver(driver: Driver, lines: list[str], gpus: tuple[str, ...]) -> None:
+    """The only file in /dev has the host's number for what a container has as its first."""
+    driver(*lines)
+
+    assert visible_gpus() == gpus
+
+
+def test_gpus_without_the_drivers_program_are_counted_as_cuda_does(
+    monkeypatch: pytest.MonkeyPatch, driver: Driver
+) -> None:
+    driver()
+    assert visible_gpus() == ("0",), "the container's only one is /dev/nvidia3 of the host"
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == ()
+
+
+def test_a_process_that_was_given_gpus_does_not_compute_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU build of torch on a host with GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    with pytest.raises(
+        UserError, match=r"got GPUs 2,3, of which torch \S+ sees 0, need 2; install a build of torch for"
+    ):
+        own_device(1)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert own_device(1) == torch.device("cpu")
 
 
 def test_a_free_port_can_be_listened_on() -> None:

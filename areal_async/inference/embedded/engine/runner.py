@@ -18,6 +18,7 @@ from areal_async.inference.embedded.engine.cache import ATTENTION_NAME, ForwardP
 from areal_async.inference.embedded.engine.errors import in_one_sentence
 from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.weights import Merged
+from areal_async.process.device import own_device
 
 _CPU_MEMORY_SHARE = 0.25
 """Share of the host's memory the cache may take: a trainer and other engines live there too."""
@@ -183,7 +184,7 @@ def _load_model(factory: Any, options: EngineOptions, path: Path, *, remedy: str
 
 def _resolve_device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return own_device()
     if re.fullmatch(r"(cpu|cuda)(:\d+)?", name) is None:
         raise UserError(f"device: got {name!r}, need auto, cpu, cuda or cuda:N")
     device = torch.device(name)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from areal_async.errors import PipelineError, leaves_of
+from areal_async.process.device import own_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,21 +104,22 @@ def is_of_peers(error: BaseException) -> bool:
 def joined_ranks(*, deadline_s: float, num_threads: int = 1) -> Iterator[Ranks]:
     """Join the ranks that the environment names as torchrun does, or stand alone, for as long as the block runs.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Takes this rank's GPU where there is one.
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Takes this rank's GPU where there
+    is one.
 
     Args:
         deadline_s: how long the start, and afterwards any one collective, may take.
         num_threads: CPU threads of this process where there is no GPU.
 
     Raises:
+        UserError: this rank was given GPUs that torch does not see.
         PipelineError: the peers did not come together before the deadline.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = own_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        device = torch.device("cpu")
         torch.set_num_threads(num_threads)
     deadline = timedelta(seconds=deadline_s)
     try:
