@@ -72,12 +72,10 @@ class CheckpointWriter:
             torch.cuda.synchronize(self._ranks.device)
 
     def write(self, directory: Path, ledger: bytes) -> None:
-        """Write the checkpoint of what was staged, as ``save``. From any one thread, all ranks alike."""
+        """Write the checkpoint of what was staged, as ``save``. From one thread with the device, all ranks alike."""
         # Imported here, as in ``save``: a trainer that has nothing to write yet should be up quickly.
         from areal_async.trainer.engine.staged_planner import StagedPlanner
 
-        if self._ranks.device.type == "cuda":
-            torch.cuda.set_device(self._ranks.device)  # of this thread: DCP looks at its stream
         _write(self._tensors, directory, ledger=ledger, ranks=self._ranks, planner=StagedPlanner(self._copies))
 
 

@@ -120,8 +120,7 @@ class EngineThreads:
     order on every rank too.
     """
 
-    is_single: bool
-    engine: EngineThread = field(default_factory=EngineThread)
+    engine: EngineThread
     """Thread of the policy, and of everything that is not in a step."""
     of_actor: frozenset[str] = frozenset({"actor"})
     """Roles whose calls the policy's own engine answers, in its thread."""
@@ -129,16 +128,18 @@ class EngineThreads:
 
     def name(self, role: str) -> str:
         """Return the name of a role's thread; what computes without a model has one too."""
-        return "actor" if self.is_single or role in self.of_actor else role or "compute"
+        return "actor" if self.engine.device.type != "cpu" or role in self.of_actor else role or "compute"
 
     @classmethod
     def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
         """Return the threads of a rank."""
         shared = frozenset({"actor", "reference"} if shares_base(settings) else {"actor"})
-        return cls(is_single=ranks.device.type != "cpu", of_actor=shared)
+        return cls(engine=EngineThread(ranks.device), of_actor=shared)
 
     async def run(self, role: str, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, done in the thread of this role."""
         name = self.name(role)
-        thread = self.engine if name == "actor" else self.others.setdefault(name, EngineThread(name))
+        thread = (
+            self.engine if name == "actor" else self.others.setdefault(name, EngineThread(self.engine.device, name))
+        )
         return await thread.run(work)

@@ -1,21 +1,26 @@
 """Where the trainer's blocking work runs: the engine's one thread, and single jobs beside the ring."""
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import anyio
 import anyio.abc
+import torch
 
 T = TypeVar("T")
 
 
 class EngineThread:
-    """The one thread of an engine's torch work: the loop stays free, collectives stay in order."""
+    """The one thread of torch work on a device: the loop stays free, collectives stay in order."""
 
-    def __init__(self, name: str = "engine") -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+    def __init__(self, device: torch.device, name: str = "engine") -> None:
+        self.device = device
+        # CUDA keeps the current device for each thread: streams and contexts would be made on the first GPU else.
+        take = functools.partial(torch.get_device_module(device).set_device, device)
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=take)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns. A cancelled call goes on in its thread until it ends by itself."""

@@ -47,10 +47,13 @@ class Checkpointer:
     """Writes the checkpoints."""
     feed: BatchFeed | None
     """Rank 0's alone."""
-    _writing_thread: EngineThread = field(default_factory=lambda: EngineThread("checkpoint"), init=False)
+    _writing_thread: EngineThread = field(init=False)
     _restored_step: int = field(default=0, init=False)
     _staged_step: int = field(default=0, init=False)
     _held_up_s: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self._writing_thread = EngineThread(self.thread.device, "checkpoint")
 
     def restored(self, step: int) -> None:
         """Begin from the checkpoint of ``step``, or from none at 0."""

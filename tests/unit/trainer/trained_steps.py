@@ -6,6 +6,7 @@ from typing import Any
 
 import anyio
 import numpy as np
+import torch
 
 from areal_async.config.settings import AlgorithmSettings, ModelSettings, RunSettings, Settings, TrainerSettings
 from areal_async.protocol.types import CutSlot, Slot, SlotStatus
@@ -13,6 +14,7 @@ from areal_async.trainer.batch.payloads import BatchSlot
 from areal_async.trainer.batch.step import AgreedBatch
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.packing.rows import TrainRow
 from areal_async.trainer.shards import ShardTrainer
 from tests.unit.trainer.models import random_rows, tempered
@@ -33,7 +35,7 @@ class TrainedSteps:
             trainer=TrainerSettings.model_validate({"lr": 1e-3, "token_budget": 64, **critic} | (trainer or {})),
         )
         self.engines = Engines.for_run(settings, ranks)
-        threads = EngineThreads(is_single=False)
+        threads = EngineThreads(engine=EngineThread(torch.device("cpu")))
         self._shards = ShardTrainer(settings, engines=self.engines, threads=threads)
 
     def train(self, rows: list[TrainRow], *, step: int) -> dict[str, float]:

@@ -29,6 +29,7 @@ from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.lora import peft_name
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine
+from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.output.export import export_policy
 from areal_async.trainer.packing.rows import REFERENCE, TrainRow, with_columns
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows, save_model
@@ -272,4 +273,4 @@ def test_a_reference_inside_the_policy_is_asked_in_the_policys_thread(model: Pat
         return EngineThreads.for_run(Settings.model_validate(given), ranks).name("reference")
 
     assert (thread_of(values), thread_of(own)) == ("actor", "reference")
-    assert anyio.run(EngineThreads(is_single=False).run, "", lambda: 1) == 1
+    assert anyio.run(EngineThreads(engine=EngineThread(torch.device("cpu"))).run, "", lambda: 1) == 1

@@ -4,8 +4,14 @@ import threading
 
 import anyio
 import pytest
+import torch
 
+from areal_async.config.settings import Settings
+from areal_async.trainer.engine.engines import EngineThreads
+from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
+
+CPU = torch.device("cpu")
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
@@ -52,9 +58,21 @@ async def test_a_job_that_fails_ends_whoever_waits_for_it() -> None:
 
 
 async def test_the_engine_computes_in_one_thread() -> None:
-    thread = EngineThread()
+    thread = EngineThread(CPU)
 
     names = {await thread.run(lambda: threading.current_thread().name) for _ in range(3)}
 
     assert len(names) == 1
     assert names != {threading.current_thread().name}
+
+
+async def test_each_thread_of_a_rank_takes_the_ranks_device(monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> None:
+    """It is a thread's own: on a GPU what was not taken is the first one's."""
+    taken: dict[int, torch.device] = {}
+    monkeypatch.setattr(torch.cpu, "set_device", lambda device: taken.setdefault(threading.get_ident(), device))
+    threads = EngineThreads.for_run(Settings(), ranks)
+
+    used = {role: await threads.run(role, threading.get_ident) for role in ("actor", "critic", "reference", "")}
+
+    assert len(set(used.values())) == 4
+    assert taken == dict.fromkeys(used.values(), ranks.device)

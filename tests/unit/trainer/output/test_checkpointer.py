@@ -7,6 +7,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+import torch
 from anyio.lowlevel import checkpoint as yield_once
 
 from areal_async.errors import PipelineError
@@ -50,7 +51,7 @@ class Station:
             yield Checkpointer(
                 directory=self.directory,
                 engines=Engines(actor=self.engine),
-                thread=EngineThread(),
+                thread=EngineThread(torch.device("cpu")),
                 writer=self.writer if is_async else None,
                 archiving=archiving,
                 writing=BackgroundJob(tasks),

@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
+import torch
 
 from areal_async.bus import Bus, Role
 from areal_async.config.settings import InferenceSettings, Settings
@@ -57,7 +58,7 @@ async def publishing(
             settings=settings,
             directory=directory / "weights",
             weights=ServedWeights(engine, bucket_bytes=settings.bucket_bytes, is_adapter=sends_adapter),
-            thread=EngineThread(),
+            thread=EngineThread(torch.device("cpu")),
             writing=BackgroundJob(tasks),
             bus=bus,
             lineage=lineage,
