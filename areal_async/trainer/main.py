@@ -157,7 +157,7 @@ async def _begin(ranks: Ranks, lineage: Lineage | None) -> _Begin:
         sequence = await lineage.write_begin()
         path = lineage.checkpoint.path if lineage.checkpoint else ""
         payload = msgspec.json.encode(_Begin(lineage=lineage.number, sequence=sequence, checkpoint=path))
-    received = await anyio.to_thread.run_sync(ranks.broadcast_bytes, payload)
+    received = await anyio.to_thread.run_sync(ranks.broadcast_bytes, payload, abandon_on_cancel=True)
     return msgspec.json.decode(received, type=_Begin)
 
 

@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 250.0
-_forked = multiprocessing.get_context("forkserver")
-_forked.set_forkserver_preload(["tests.unit.trainer.rank_imports"])
+forked = multiprocessing.get_context("forkserver")
+forked.set_forkserver_preload(["tests.unit.trainer.rank_imports"])
 
 
 class RankWorkers:
@@ -83,9 +83,9 @@ class RankWorkers:
         self._log = NamedTemporaryFile("r")
         shared = {"WORLD_SIZE": str(self._num_ranks), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
         for rank in range(self._num_ranks):
-            ours, theirs = _forked.Pipe()
+            ours, theirs = forked.Pipe()
             environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = _forked.Process(target=_be_a_rank, args=(environment, theirs, self._log.name), daemon=True)
+            process = forked.Process(target=_be_a_rank, args=(environment, theirs, self._log.name), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -105,7 +105,8 @@ def joined_ranks(*, deadline_s: float, num_threads: int = 1) -> Iterator[Ranks]:
     """Join the ranks that the environment names as torchrun does, or stand alone, for as long as the block runs.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Takes this rank's GPU where there
-    is one.
+    is one. A rank whose block fails has to end its process at once, as the command line
+    does (``areal_async.__main__``).
 
     Args:
         deadline_s: how long the start, and afterwards any one collective, may take.
@@ -134,10 +135,15 @@ def joined_ranks(*, deadline_s: float, num_threads: int = 1) -> Iterator[Ranks]:
         control = dist.new_group(backend="gloo", timeout=deadline)
     except (RuntimeError, ValueError) as exc:
         raise PipelineError(f"trainer rank {rank} of {size}: could not join its peers: {exc}") from exc
+    is_whole = False
     try:
         yield Ranks(rank=rank, size=size, device=device, deadline_s=deadline_s, control=control)
+        is_whole = True
     finally:
-        dist.destroy_process_group()
+        # A rank that has failed leaves its groups to the end of its process: nccl's would wait here for the peers, who
+        # wait for this rank.
+        if is_whole or size == 1:
+            dist.destroy_process_group()
 
 
 def _to_tensor(payload: bytes, length: int) -> torch.Tensor:

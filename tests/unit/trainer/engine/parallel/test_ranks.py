@@ -10,13 +10,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from areal_async.process.host import LOOPBACK, free_port
 from areal_async.protocol.types import TensorSpec, UpdateGroup
 from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks, is_of_peers
 from tests.unit.trainer.models import engine_of, random_rows
+from tests.unit.trainer.one_of_two_failing import be_a_rank
 from tests.unit.trainer.one_of_two_leaving import miss_a_peer
 from tests.unit.trainer.one_of_two_ranks import speak_and_train
-from tests.unit.trainer.rank_workers import RankWorkers
+from tests.unit.trainer.rank_workers import DEADLINE_S, RankWorkers, forked
 from tests.unit.trainer.receivers import Receiver, are_equal
 from tools.bench_lengths import divide_shares
 from tools.compare_ranks import compare, parser
@@ -169,3 +171,26 @@ def test_who_misses_a_peer_knows_that_it_is_no_fault_of_what_it_trains() -> None
     assert first
     assert not is_of_peers(RuntimeError("index out of range in self"))
     assert not is_of_peers(ExceptionGroup("calls", [ValueError("of gloo")]))
+
+
+def test_a_rank_that_fails_ends_though_a_thread_of_it_is_in_a_collective_and_its_peer_hears_nothing(
+    tmp_path: Path,
+) -> None:
+    """So that the launcher, who sees the end of a process, ends the others. The peer is as deaf as nccl's would be."""
+    log = tmp_path / "ranks.log"
+    log.touch()
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
+    deaf, failing = (
+        forked.Process(target=be_a_rank, args=(shared | {"RANK": rank, "LOCAL_RANK": rank}, str(log)), daemon=True)
+        for rank in "01"
+    )
+    deaf.start()
+    failing.start()
+    try:
+        failing.join(DEADLINE_S)
+        assert (failing.exitcode, deaf.exitcode) == (1, None), log.read_text()
+    finally:
+        for process in (deaf, failing):
+            process.kill()
+            process.join()
+    assert log.read_text().splitlines()[-2:] == ["still joined: True", "no room"]
