@@ -3,11 +3,15 @@
     python tools/compare_layouts.py
     python tools/compare_layouts.py --layouts fsdp2,tensor,fsdp2+tensor --model configs/models/tiny --steps 3
     python tools/compare_layouts.py --layouts replicas,tensor --critic
+    CUDA_VISIBLE_DEVICES= python tools/compare_layouts.py --batch B --reference R --layouts ''  # on the CPU alone
+    python tools/compare_layouts.py --batch B --reference R --dtype bfloat16 --steps 1 --tolerance 0.1
 
 The batch is random sequences whose behaviour logprobs come from weights a step away; ``--batch`` keeps it in a file,
-and takes it from there when the file is there. With ``--critic`` a critic is trained on it too, towards random returns.
+and takes it from there when the file is there; ``--reference`` does so with what one rank makes of it. With
+``--critic`` a critic is trained on it too, towards random returns.
 Prints for each model and layout the largest relative difference, over all parameters, of the unclipped gradients of
-the steps and of the change over all of them, and what it is of; exits with 1 when one is over the tolerance.
+the steps and of the change over all of them, and what it is of; exits with 1 when one is over the tolerance. In
+bfloat16 the changes are printed and not judged: Adam's first ones are the signs of gradients, however small these are.
 """
 
 import argparse
@@ -18,7 +22,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,6 +41,7 @@ Named = dict[str, Tensor]
 Launch = Callable[[argparse.Namespace, int, Path], None]
 """(the chosen layouts, number of ranks, folder for what comes of it)"""
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
     "fsdp2": (2, {}),
     "replicas": (2, {"replicas": 2}),
     "tensor": (2, {"tensor_parallel": 2}),
@@ -67,6 +72,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--layouts", type=_layouts, default=list(LAYOUTS), help=f"of {', '.join(LAYOUTS)}")
     parser.add_argument("--model", type=Path, default=Path("configs/models/tiny"), help="Hugging Face folder")
     parser.add_argument("--batch", type=Path, help="file that keeps the batch")
+    parser.add_argument("--reference", type=Path, help="file that keeps what one rank makes of the batch")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the layouts")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--sequences", type=int, default=48)
     parser.add_argument("--max-tokens", type=int, default=96, help="of the longest sequence")
@@ -83,7 +90,8 @@ def parser() -> argparse.ArgumentParser:
 def train_layouts(ranks: Ranks, arguments: argparse.Namespace, output: Path) -> None:
     """Train in each of the layouts on these ranks; the first one writes what comes of it into ``output``."""
     for layout in arguments.layouts:
-        results = {role: train(role, arguments, ranks, LAYOUTS[layout][1]) for role in roles(arguments)}
+        chosen = {"dtype": arguments.dtype} | LAYOUTS[layout][1]
+        results = {role: train(role, arguments, ranks, chosen) for role in roles(arguments)}
         if ranks.rank == 0:
             torch.save(results, output / layout)
 
@@ -99,7 +107,7 @@ def compare(arguments: argparse.Namespace, alone: Ranks, *, launch: Launch | Non
             arguments.batch = Path(scratch, "batch")
         if not arguments.batch.exists():
             arguments.batch.write_bytes(encode_rows(_recorded(arguments, alone)))
-        expected = {role: train(role, arguments, alone, {}) for role in roles(arguments)}
+        expected = _expected(arguments, alone)
         worst = 0.0
         print(f"{'model':7} {'layout':16} {'ranks':>5}  {'gradients':>9}  {'changes':>9}  largest of")
         for num_ranks in sorted({LAYOUTS[layout][0] for layout in arguments.layouts}):
@@ -108,11 +116,25 @@ def compare(arguments: argparse.Namespace, alone: Ranks, *, launch: Launch | Non
             (launch or _launch)(chosen, num_ranks, Path(scratch))
             for layout in layouts:
                 found = torch.load(Path(scratch, layout), weights_only=True)
-                worst = max(worst, *(_judge(role, layout, expected[role], found[role]) for role in roles(arguments)), 0)
+                differences = [
+                    _judge(role, layout, expected[role], found[role], arguments.dtype) for role in roles(arguments)
+                ]
+                worst = max(worst, *differences)
         # A comparison with NaN is never under the tolerance.
         is_close = worst <= arguments.tolerance
         print(f"all layouts {'agree with' if is_close else 'DIFFER from'} one rank: largest difference {worst:.2e}")
         return 0 if is_close else 1
+
+
+def _expected(arguments: argparse.Namespace, alone: Ranks) -> dict[str, Named]:
+    """Return what one rank makes of the batch in float32, by role: here, or where it was made before."""
+    if arguments.reference is not None and arguments.reference.exists():
+        found: dict[str, Named] = torch.load(arguments.reference, weights_only=True)
+        return found
+    made = {role: train(role, arguments, alone, {}) for role in roles(arguments)}
+    if arguments.reference is not None:
+        torch.save(made, arguments.reference)
+    return made
 
 
 def roles(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -149,9 +171,11 @@ def _train_step(engine: CriticEngine | FsdpEngine, rows: list[TrainRow], *, step
     engine.train_step(rows, step=step, total_steps=steps)
 
 
-def _settings(arguments: argparse.Namespace, **trainer: Any) -> Settings:
+def _settings(
+    arguments: argparse.Namespace, *, dtype: Literal["float32", "bfloat16"] = "float32", **trainer: Any
+) -> Settings:
     return Settings(
-        model=ModelSettings(path=str(arguments.model), dtype="float32"),
+        model=ModelSettings(path=str(arguments.model), dtype=dtype),
         algorithm=AlgorithmSettings(decoupled=True, num_minibatches=arguments.minibatches),
         trainer=TrainerSettings.model_validate(
             {"lr": arguments.lr, "token_budget": 4 * arguments.max_tokens} | trainer
@@ -159,10 +183,11 @@ def _settings(arguments: argparse.Namespace, **trainer: Any) -> Settings:
     )
 
 
-def _judge(role: str, layout: str, expected: Named, found: Named) -> float:
-    """Print a layout's line and return its largest difference."""
+def _judge(role: str, layout: str, expected: Named, found: Named, dtype: str) -> float:
+    """Print a layout's line and return the largest difference that counts."""
     differences = {name: _difference(one, found[name]) for name, one in expected.items()}
-    worst = max(differences, key=lambda name: (differences[name] != differences[name], differences[name]))
+    judged = [name for name in differences if dtype == "float32" or not name.startswith("change ")]
+    worst = max(judged, key=lambda name: (differences[name] != differences[name], differences[name]))
     changes = max(value for name, value in differences.items() if name.startswith("change "))
     gradients = max(value for name, value in differences.items() if not name.startswith("change "))
     print(f"{role:7} {layout:16} {LAYOUTS[layout][0]:5}  {gradients:9.2e}  {changes:9.2e}  {worst}")
@@ -170,13 +195,14 @@ def _judge(role: str, layout: str, expected: Named, found: Named) -> float:
 
 
 def _difference(expected: Tensor, found: Tensor) -> float:
-    return float(torch.linalg.norm(found - expected) / torch.linalg.norm(expected).clamp(min=1e-30))
+    return float(torch.linalg.norm(found.cpu() - expected.cpu()) / torch.linalg.norm(expected.cpu()).clamp(min=1e-30))
 
 
 def _launch(arguments: argparse.Namespace, num_ranks: int, output: Path) -> None:
     """Run this file once per rank and wait for all of them."""
     given = vars(arguments) | {"output": output, "layouts": ",".join(arguments.layouts)}
     flags = ["--critic"] * given.pop("critic")
+    given = {name: value for name, value in given.items() if value is not None}
     options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))] + flags
     shared = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
     shared["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -227,6 +253,8 @@ def _random_rows(arguments: argparse.Namespace, *, vocab_size: int) -> list[Trai
 
 
 def _layouts(given: str) -> list[str]:
+    if not given:
+        return []
     unknown = [name for name in given.split(",") if name not in LAYOUTS]
     if unknown:
         raise argparse.ArgumentTypeError(f"got {unknown[0]}, need some of {', '.join(LAYOUTS)}")
