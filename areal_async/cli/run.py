@@ -270,6 +270,10 @@ def check(settings: Settings) -> None:
         if path is not None:
             check_model(path, f"model.{role}.path", asks_hub=loads_here)
     step_graph(settings)
+    try:
+        settings.check_trained_sampling()
+    except ValueError as exc:
+        raise UserError(str(exc)) from exc
     check_groups(settings)
     check_template(settings)
     if settings.bus.url == EMBEDDED and settings.bus.host:

@@ -177,6 +177,11 @@ def check_change(settings: Settings, changes: Changes, key: str, value: Any) -> 
     except ValidationError as exc:
         reason = exc.errors()[0]["msg"].removeprefix("Value error, ")
         raise UserError(f"{key}: got {value!r}: {reason}") from exc
+    if ".sampling." in key:
+        try:
+            changed.check_trained_sampling()
+        except ValueError as exc:
+            raise UserError(str(exc)) from exc
     if why := tie(settings, key):
         raise UserError(f"{key}: got {value}, need what the run was started with: {why}")
     checked, given = value_of(changed, key), value_of(settings, key)

@@ -35,6 +35,13 @@ def check_top_k(top_k: int | None) -> int | None:
     return top_k
 
 
+TRUNCATION_REMEDY = (
+    "its tokens cannot be trained without a bias, as no logprob knows what was cut away; leave it out, or accept that "
+    "with rollout.accept_truncation_bias=true"
+)
+"""Ends the sentence that refuses it."""
+
+
 class SamplingSettings(Section):
     """How the servers sample."""
 
@@ -60,6 +67,17 @@ class SamplingSettings(Section):
     """Go on past the end-of-turn token, up to ``max_new_tokens``: for measuring."""
 
     _check_top_k = field_validator("top_k")(check_top_k)
+
+    @property
+    def truncation(self) -> str:
+        """Derived: what keeps tokens from being drawn that the model finds possible, as ``name=value``; empty for none.
+
+        No logprob has a trace of it: a server reports those of the whole distribution.
+        """
+        if not self.temperature:
+            return "temperature=0"
+        given = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+        return next((f"{name}={getattr(self, name):g}" for name, is_on in given.items() if is_on), "")
 
     @property
     def greedy(self) -> Self:

@@ -14,9 +14,9 @@ from areal_async.config.endpoint import EndpointSettings as EndpointSettings
 from areal_async.config.health import HealthSettings as HealthSettings
 from areal_async.config.lora import LoraSettings as LoraSettings
 from areal_async.config.metrics import MetricsSettings as MetricsSettings
+from areal_async.config.policy import TRUNCATION_REMEDY, check_names
 from areal_async.config.policy import PolicySettings as PolicySettings
 from areal_async.config.policy import SamplingSettings as SamplingSettings
-from areal_async.config.policy import check_names
 from areal_async.config.section import HubPath, LocalPath, OutputPath, ProgramPath
 from areal_async.config.section import Section as Section
 from areal_async.config.tasks import CurriculumSettings as CurriculumSettings
@@ -127,6 +127,9 @@ class RolloutSettings(Section):
     loop_deadline_s: float = Field(default=20.0, ge=5)
     """Seconds one workflow may hold up its node's event loop; then the node ends itself, and that slot has failed."""
     sampling: SamplingSettings = SamplingSettings()
+    accept_truncation_bias: bool = False
+    """Train tokens all the same that ``top_p``, ``top_k``, ``min_p`` or a temperature of 0 kept others from being. The
+    gradient is biased: logprobs are those of the whole distribution. What is only evaluated needs no leave."""
     template: TemplateSettings = TemplateSettings()
     curriculum: CurriculumSettings = CurriculumSettings()
     max_trajectories_per_node: int = Field(default=512, ge=1)
@@ -353,6 +356,24 @@ class Settings(Section):
         """Return how held-out rows of one task are answered: greedily, or as in training where each has several."""
         sampling = self.rollout_of(workflow).sampling
         return sampling if self.eval.samples > 1 else sampling.greedy
+
+    def check_trained_sampling(self) -> None:
+        """Hold the sampling of what is trained against the loss. A run is held so, an evaluation samples as it likes.
+
+        Raises:
+            ValueError: it cuts tokens away, and nobody has accepted the bias.
+        """
+        if self.rollout.accept_truncation_bias:
+            return
+        given = {"rollout.sampling": self.rollout.sampling} if not self.tasks else {}
+        for index, task in enumerate(self.tasks):
+            sampling = self.rollout_of(task.name).sampling
+            is_own = sampling.truncation != self.rollout.sampling.truncation
+            given[f"tasks.{index}.sampling" if is_own else "rollout.sampling"] = sampling
+        given |= {f"policies.{name}.sampling": one.sampling for name, one in self.policies.items() if not one.is_frozen}
+        for name, sampling in given.items():
+            if sampling.truncation:
+                raise ValueError(f"{name}: got {sampling.truncation}; {TRUNCATION_REMEDY}")
 
     @property
     def held_out(self) -> list[HeldOut]:

@@ -20,7 +20,7 @@ def is_steered(params: Mapping[str, Any]) -> bool:
     """Say whether tokens are drawn from another distribution than the model's own at their temperature.
 
     The logprobs that a server reports are of that other one then. (What ``top_p``, ``top_k`` and ``min_p`` cut away
-    is in no server's logprobs.)
+    is in no server's logprobs: ``SamplingSettings.truncation``.)
     """
     return (
         _has_grammar(params) or _has_penalty(params) or bool(params.get("logit_bias") or params.get("min_new_tokens"))

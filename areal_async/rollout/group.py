@@ -141,6 +141,8 @@ class GroupRun:
                     self._node.policy(workflow.rollout.sampling, slot.sample_uid, slot.max_sequence_tokens)
                     for slot in slots
                 ]
+                for policy in policies:
+                    policy.record.refuses_truncation = not workflow.rollout.accept_truncation_bias
                 call = WorkflowCall(workflow, policies, work=self._work(slots[0], name))
                 trajectories = await call.fill(ticket.prompt, slots)
                 spans.note_trajectories(span, trajectories)

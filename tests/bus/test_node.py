@@ -64,7 +64,7 @@ scored = []
 
 async def play(prompt, policy):
     number = next(calls)
-    reply = await policy.complete([5, 6, 7])
+    reply = await policy.complete([5, 6, 7], **prompt.row.get("sampling", {}))
     match prompt["kind"]:
         case "raise":
             raise ValueError("broken on purpose")
@@ -334,6 +334,28 @@ async def test_a_task_has_its_own_sampling_and_its_own_deadline_in_training_and_
     assert {one.error for one in evaluated} == {"", ran_past}
     assert {params["max_new_tokens"] for params in asked["sampling_params"]} == {3}
     assert {params["temperature"] for params in asked["sampling_params"]} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("is_accepted", [False, True])
+async def test_a_call_that_cuts_tokens_away_is_refused_where_it_trains_unless_that_is_accepted_and_never_in_evaluation(
+    run: Run, settings: Settings, is_accepted: bool
+) -> None:
+    rollout = settings.rollout.model_copy(update={"accept_truncation_bias": is_accepted})
+    row = {"kind": "score", "sampling": {"top_p": 0.9}}
+    ticket = EvalTicket(eval_id="1-0", index=0, workflow="play", row=row | {"sampling": {"top_k": 5, "temperature": 1}})
+    await run.announce()
+    await run.admit(**row)
+    await run.controller.publish(run.names.eval_tickets("play"), ticket, msg_id="e0")
+
+    async with run.running_node(settings.model_copy(update={"rollout": rollout})):
+        slots = await run.slots(4)
+        async for message in run.operator.follow(run.names.eval_stream, run.names.eval_results("play")):
+            evaluated = wire.decode(message.data, EvalResult)
+            break
+
+    refused = "policy call: got top_p=0.9; its tokens cannot be trained without a bias"
+    assert {slot.reason.split(",")[0] for slot in slots} == {"" if is_accepted else refused}
+    assert evaluated.error == ""
 
 
 async def temperatures_by_group(run: Run) -> dict[str, set[float]]:

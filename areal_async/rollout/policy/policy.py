@@ -12,7 +12,7 @@ from typing import Any, overload
 from pydantic import ValidationError
 
 from areal_async.api import Act, Message, Reply, RunnableTool, ToolLike, ToolResult
-from areal_async.config.policy import CallSampling
+from areal_async.config.policy import TRUNCATION_REMEDY, CallSampling
 from areal_async.config.settings import SamplingSettings
 from areal_async.errors import ContextFull, WorkflowError
 from areal_async.inference.call_parser import EngineCallParser
@@ -222,4 +222,6 @@ class RecordingPolicy:
                 problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in exc.errors())
                 names = ", ".join(CallSampling.model_fields)
                 raise WorkflowError(f"policy call: got bad sampling ({problems}), need any of {names}") from exc
+        if self.record.refuses_truncation and sampling.truncation:
+            raise WorkflowError(f"policy call: got {sampling.truncation}; {TRUNCATION_REMEDY}")
         return sampling_params(sampling, self._codec.stop_token_ids)

@@ -32,6 +32,8 @@ class ReplyRecord:
     num_tool_errors: int = 0
     max_sequence_tokens: int | None = None
     """What a trainer can pack: no answer goes beyond it. None where nothing is trained."""
+    refuses_truncation: bool = False
+    """Its tokens are trained, and nobody has accepted the bias of those that were cut away."""
 
 
 class ReplyRecorder:

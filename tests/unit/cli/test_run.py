@@ -226,6 +226,7 @@ def test_model_without_a_tokenizer_is_refused_before_anything_starts(
             ["workflows/gsm8k.py", "--tasks.0.group_size=1", "--tasks.0.min_group_size=1"],
             "tasks.0.group_size: got 1 with algorithm.name=grpo, ",
         ),
+        (["workflows/gsm8k.py", "--rollout.sampling.top_k=5"], "rollout.sampling: got top_k=5; its tokens cannot be "),
     ],
 )
 def test_refused_run_leaves_nothing_behind(

@@ -97,7 +97,7 @@ def test_one_task_at_least_stays_on() -> None:
 
 
 def test_the_sampling_of_an_only_task_can_change() -> None:
-    assert check_change(_mixed(1.0), Changes(), "tasks.0.sampling.top_p", 0.9) == 0.9
+    assert check_change(_mixed(1.0), Changes(), "tasks.0.sampling.temperature", 0.9) == 0.9
 
 
 @pytest.mark.parametrize("index", ["01", "\u0661", "1" * 5000, "-1", "2", ""])
@@ -152,8 +152,6 @@ def test_a_change_that_a_younger_one_makes_possible_holds() -> None:
         ("rollout.max_staleness", 1),
         ("rollout.max_trajectories_per_node", 8),
         ("rollout.sampling.temperature", 0.8),
-        ("rollout.sampling.top_p", 0.9),
-        ("rollout.sampling.top_k", 20),
         ("rollout.sampling.max_new_tokens", 512),
         ("trainer.checkpoint_every_steps", 3),
         ("algorithm.entropy_coef", 0.01),
@@ -164,6 +162,17 @@ def test_a_change_that_a_younger_one_makes_possible_holds() -> None:
 def test_safe_changes_are_taken(key: str, value: float) -> None:
     assert key in LIVE
     assert check_change(SETTINGS, Changes(), key, value) == value
+
+
+def test_a_run_cuts_tokens_away_from_now_on_only_where_it_accepts_the_bias() -> None:
+    accepts = SETTINGS.model_copy(
+        update={"rollout": SETTINGS.rollout.model_copy(update={"accept_truncation_bias": True})}
+    )
+    for key, value in (("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("temperature", 0)):
+        setting = f"rollout.sampling.{key}"
+        with pytest.raises(UserError, match=f"{setting.rpartition('.')[0]}: got {key}={value:g}; .*accept_truncation"):
+            check_change(SETTINGS, Changes(), setting, value)
+        assert check_change(accepts, Changes(), setting, value) == value
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Tasks share a run and differ where they say so; what cannot differ, or does not fit, is refused in one sentence."""
 
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,27 @@ RUN = {"group_size": 8, "min_group_size": 4, "sampling": {"temperature": 0.9, "m
 def settings_of(*tasks: dict[str, Any], **sections: Any) -> Settings:
     given = [{"workflow": f"w{number}.py", "dataset": ROWS, **task} for number, task in enumerate(tasks)]
     return Settings.model_validate({"tasks": given, "rollout": RUN, **sections})
+
+
+def test_what_cuts_tokens_away_is_named_by_the_setting_that_says_so_and_evaluation_and_frozen_models_are_free() -> None:
+    rows = {"dataset": {"path": "none"}}
+    table: list[tuple[dict[str, Any], str]] = [
+        ({}, ""),
+        ({"rollout": {"sampling": {"top_p": 0.9}}}, "rollout.sampling: got top_p=0.9; "),
+        ({"rollout": {"sampling": {"top_k": 50}, "accept_truncation_bias": True}}, ""),
+        ({"tasks": [{**rows, "sampling": {"min_p": 0.1}}]}, "tasks.0.sampling: got min_p=0.1; "),
+        ({"tasks": [{**rows, "sampling": {"top_p": 1.0}}], "rollout": {"sampling": {"top_p": 0.9}}}, ""),
+        ({"rollout": {"sampling": {"temperature": 0}}}, "rollout.sampling: got temperature=0; "),
+        ({"policies": {"opponent": {"sampling": {"top_k": 1}}}}, "policies.opponent.sampling: got top_k=1; "),
+        ({"policies": {"judge": {"path": "org/judge", "sampling": {"temperature": 0}}}}, ""),
+    ]
+    for given, problem in table:
+        settings = Settings.model_validate(given)
+        if problem:
+            with pytest.raises(ValueError, match=f"^{re.escape(problem)}.*rollout.accept_truncation_bias=true"):
+                settings.check_trained_sampling()
+        else:
+            settings.check_trained_sampling()
 
 
 def test_a_task_has_what_it_says_and_the_rest_of_the_run() -> None:

@@ -236,6 +236,19 @@ async def test_sampling_that_cannot_be_is_refused_with_its_name() -> None:
     assert model.calls == []
 
 
+async def test_what_is_trained_is_not_cut_unless_that_is_accepted() -> None:
+    policy = RecordingPolicy(model := ScriptedModel([98, END]), codec(), SamplingSettings(max_new_tokens=8), name="uid")
+    policy.record.refuses_truncation = True
+
+    for cut in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.0}, {"temperature": 0.0, "top_p": 1}):
+        name, value = next(iter(cut.items()))
+        with pytest.raises(WorkflowError, match=f"got {name}={value:g}; .*rollout.accept_truncation_bias=true"):
+            await policy.chat(QUESTION, **cut)
+    assert model.calls == []
+
+    assert (await policy.chat(QUESTION, temperature=0.3, top_p=1.0, top_k=-1, min_p=0.0)).token_ids == [98, END]
+
+
 @pytest.mark.parametrize(
     "bad", [{"temprature": 0.5}, {"temperature": -1}, {"temperature": math.inf}, {"top_k": 0}, {"max_new_tokens": 0}]
 )
