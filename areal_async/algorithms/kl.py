@@ -14,29 +14,40 @@ from torch import Tensor
 from areal_async.algorithms.sequences import masked, sequence_sums
 
 MAX_DISTANCE = 20.0
-"""Either way, of one token in nats, where an exponential is taken of it: beyond, k3 is as there, without a gradient."""
+"""Either way, of one token in nats: beyond, every estimate is as there, without a gradient (verl's bound before k3's
+exponential, ``core_algos.kl_penalty``)."""
+MAX_ESTIMATE = 10.0
+"""Either way, of one token in nats, whichever the estimator: beyond, it is as there, without a gradient (OpenRLHF's
+``compute_approx_kl``, for all three; verl's for k3)."""
 
 Estimator = Callable[[Tensor], Tensor]
 """d_T -> estimate [T]."""
 
 
 def k1(d_T: Tensor) -> Tensor:
-    """``d``: unbiased, can be negative. As a loss its expected gradient is 0, so it belongs into the reward."""
-    return d_T
+    """``d``: unbiased up to its bound, can be negative.
+
+    As a loss its expected gradient is 0, so it belongs into the reward.
+    """
+    return _bounded(d_T, MAX_ESTIMATE)
 
 
 def k2(d_T: Tensor) -> Tensor:
     """``d^2 / 2``: biased in value, its gradient is that of the KL divergence where tokens are on-policy."""
-    return d_T.square() / 2
+    return _bounded(_bounded(d_T, MAX_DISTANCE).square() / 2, MAX_ESTIMATE)
 
 
 def k3(d_T: Tensor) -> Tensor:
-    """``exp(-d) - 1 + d``: unbiased and never negative.
+    """``exp(-d) - 1 + d``: unbiased up to its bound, and never negative.
 
     Source: also GRPO, arXiv 2402.03300 eq. 4.
     """
-    d_T = d_T.clamp(-MAX_DISTANCE, MAX_DISTANCE)
-    return torch.expm1(-d_T) + d_T
+    d_T = _bounded(d_T, MAX_DISTANCE)
+    return _bounded(torch.expm1(-d_T) + d_T, MAX_ESTIMATE)
+
+
+def _bounded(values_T: Tensor, most: float) -> Tensor:
+    return values_T.clamp(-most, most)
 
 
 ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3}

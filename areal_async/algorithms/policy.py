@@ -11,9 +11,10 @@ from torch import Tensor
 from areal_async.algorithms.corrections import Correction, uncorrected
 from areal_async.algorithms.kl import MAX_DISTANCE, k3, kl_estimate
 from areal_async.algorithms.objective import LossTerms, ScoredTokens
-from areal_async.algorithms.ratios import LogRatio, loglinear_proximal, token_log_ratio
+from areal_async.algorithms.ratios import LogRatio, is_beyond, loglinear_proximal, token_log_ratio
 from areal_async.algorithms.sequences import masked_max, masked_sum
 from areal_async.algorithms.surrogates import Surrogate
+from areal_async.protocol.fields import MAX_LOGPROB
 
 GAP_EDGES = (0.001, 0.01, 0.1, 1.0)
 """Edges of the histogram of |trainer - server| logprob, in nats."""
@@ -62,14 +63,16 @@ class PolicyLoss:
             torch.where(mask, values, zero)
             for values in (tokens.logprobs_T, tokens.advantages_T, tokens.start_T.detach(), tokens.behave_T)
         )
+        behave = behave.clamp(-MAX_LOGPROB, MAX_LOGPROB)  # else infinity less infinity would be nan
         gap = start - behave
         proximal = start
         if self.is_loglinear:
             proximal = loglinear_proximal(logprobs, behave, _needed(tokens.age_T, "age_T"))
-        log_ratio = self.log_ratio(logprobs, proximal if self.decoupled else behave, mask, tokens.sequence_T)
+        anchor = proximal if self.decoupled else behave
+        log_ratio = self.log_ratio(logprobs, anchor, mask, tokens.sequence_T)
         weight = self.correction(proximal - behave, mask, tokens.sequence_T) if self.decoupled else torch.ones_like(gap)
         losses, taken = self.surrogate(logprobs, log_ratio, advantages)
-        losses = losses * weight
+        losses, taken = losses * weight, taken | is_beyond(logprobs, anchor)
         if self.m2_threshold is not None:
             keep = _needed(tokens.keep_T, "keep_T")
             losses, taken = torch.where(keep, losses, zero), taken | ~keep

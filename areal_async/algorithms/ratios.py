@@ -28,6 +28,11 @@ def token_log_ratio(logprobs_T: Tensor, anchor_T: Tensor, mask_T: Tensor, sequen
     return log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+def is_beyond(logprobs_T: Tensor, anchor_T: Tensor) -> Tensor:
+    """Return where a token's own ratio is bounded, boolean [T]."""
+    return (logprobs_T - anchor_T).detach().abs() > MAX_LOG_RATIO
+
+
 def sequence_log_ratio(logprobs_T: Tensor, anchor_T: Tensor, mask_T: Tensor, sequence_T: Tensor | None) -> Tensor:
     """``log s = (1 / |y|) sum_t log r_t``: every token carries the length-normalised ratio of its sequence.
 

@@ -1,7 +1,8 @@
 """Surrogates: the loss of one token, given its logprob, its log ratio and its advantage. All tensors [T].
 
-Each returns the loss and the tokens whose gradient its clip or mask took away. What stands outside the loss mask is
-0 already. The sign is a loss's: the papers' objectives are maximised, these are minimised.
+Each returns the loss and the tokens at which its clip or mask acted: their gradient is gone, CISPO's is smaller. What
+stands outside the loss mask is 0 already. The sign is a loss's: the papers' objectives are maximised, these are
+minimised.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 Surrogate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(logprobs_T, log_ratio_T, advantages_T) -> (loss [T], taken away [T], boolean)."""
+"""(logprobs_T, log_ratio_T, advantages_T) -> (loss [T], where its clip acted [T], boolean)."""
 
 
 def ppo_clip(
@@ -64,8 +65,9 @@ def cispo(
 
     Source: CISPO, MiniMax-M1, arXiv 2506.13585 eqs. 4 and 5. The paper has no lower bound: ``eps_clip`` 1.
     """
-    weight = log_ratio_T.detach().exp().clamp(1.0 - eps_clip, 1.0 + eps_clip_higher)
-    return -weight * advantages_T * logprobs_T, _none(advantages_T)
+    ratio = log_ratio_T.detach().exp()
+    weight = ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip_higher)
+    return -weight * advantages_T * logprobs_T, weight != ratio
 
 
 def sapo(

@@ -31,7 +31,7 @@ HEALTH = (
     ("entropy_mean", "Entropy", "nats per token", "of the policy where it was trained; falls as it grows sure"),
     ("grad_norm", "Gradient norm", "", "before clipping, mean over the step's updates"),
     ("logprob_gap_all_mean", "Gap to the servers", "nats per token", "mean |trainer − server| logprob, all tokens"),
-    ("clip_fraction", "Clipped", "share of tokens", "whose gradient the clip took away"),
+    ("clip_fraction", "Clipped", "share of tokens", "at which the clip acted"),
     ("kl_mean", "Distance to the reference", "nats per token", "estimated KL divergence"),
     ("value_loss", "Critic's loss", "", "half the squared error"),
 )  # fmt: skip

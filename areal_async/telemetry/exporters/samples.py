@@ -97,7 +97,7 @@ STEP = {
     "logprob_gap_mean": "Mean |trainer - server| logprob over tokens of the step's start version.",
     "logprob_gap_max": "Largest |trainer - server| logprob over those.",
     "ratio_max_deviation": "Largest |importance ratio - 1| over those.",
-    "clip_fraction": "Share of tokens whose gradient the clip took away.",
+    "clip_fraction": "Share of tokens at which the clip, a mask or the bound on a ratio acted.",
     "kl_mean": "Estimated distance to the reference model.",
     "lr": "Learning rate.",
     "num_skipped": "Updates left out of the newest step because they were not finite.",

@@ -82,7 +82,7 @@ class StepStats:
     """Mean of the importance ratio that is clipped."""
     ratio_max: float = _largest("ratio")
     clip_fraction: float = _share("clipped")
-    """Share of tokens whose gradient the clip took away."""
+    """Share of tokens at which the clip, a mask or the bound on a ratio (``ratios``) acted."""
     clip_fraction_lower: float = _share("clipped_lower")
     """Share of tokens that were clipped with a ratio under 1."""
     clip_fraction_upper: float

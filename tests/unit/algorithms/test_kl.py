@@ -32,6 +32,15 @@ def test_estimates_equal_their_formulas(name: str, formula: object) -> None:
     )
 
 
+def test_estimates_are_bounded_and_finite_however_far_a_reference_is() -> None:
+    for name, estimate in ESTIMATORS.items():
+        far = doubles(-math.inf, -90.0, 90.0, math.inf).requires_grad_()
+        found = estimate(far)
+        (gradient,) = torch.autograd.grad(found.sum(), far)
+        assert found.abs().tolist() == [10.0] * 4, name
+        assert gradient.tolist() == [0.0] * 4, name
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_estimates_pass_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(ESTIMATORS[name], (doubles(-1.5, 0.2, 0.9).requires_grad_(),))

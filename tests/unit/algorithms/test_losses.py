@@ -249,6 +249,51 @@ def test_a_loss_is_finite_whatever_a_server_reports_and_a_reward_is(reported: fl
         assert math.isfinite(by_logprob.square().sum().item()), name_of(choices)
 
 
+@pytest.mark.parametrize("log_ratio", [math.inf, 90.0, -90.0, -math.inf])
+def test_a_huge_ratio_leaves_loss_gradient_and_reports_finite_and_counts_as_clipped(log_ratio: float) -> None:
+    """Of one token to what sampled it (a server may find it impossible), to the step's start and to a reference."""
+    drawn = packed(random_sequences(5), dtype=torch.float32)
+    far = int(drawn.mask_T.nonzero()[-1])
+    plain = drawn.logprobs_T.detach()
+
+    def moved(by: float) -> Tensor:
+        return plain.index_add(0, torch.tensor([far]), torch.tensor([-by]))
+
+    tokens = replace(
+        drawn,
+        behave_T=moved(log_ratio),
+        start_T=moved(max(min(log_ratio, 90.0), -90.0)),
+        reference_T=moved(log_ratio),
+        age_T=torch.zeros_like(drawn.mask_T, dtype=torch.int64),
+        keep_T=torch.ones_like(drawn.mask_T),
+    )
+    presets = {
+        f"{name}-{bound}": policy_objective(
+            Settings.model_validate({"algorithm": {"name": name}, "rollout": {"max_staleness": bound}})
+        )
+        for name, bound in itertools.product(PRESETS, (0, 2))
+    }
+    for name, loss in {**{name_of(choices): loss_for(choices) for choices in KINDS}, **presets}.items():
+        for sign in (1.0, -1.0):
+            given = replace(tokens, advantages_T=torch.full_like(plain, sign))
+            terms = loss(given)
+            assert all(map(math.isfinite, [terms.loss.item(), *_reported(terms).values()])), name
+            by_logprob, _ = gradients(loss, given)
+            assert by_logprob.isfinite().all(), name
+            alone = loss(replace(given, mask_T=torch.arange(len(plain)) == far))
+            assert alone.sums["clipped"].item() == 1, name
+
+
+def test_the_clip_fraction_of_cispo_counts_the_weights_that_were_cut() -> None:
+    logprobs = torch.full((4,), -1.0)
+    ratios = torch.tensor([0.5, 1.0, 4.9, 5.1])
+
+    loss, is_cut = surrogates.cispo(logprobs, ratios.log(), torch.ones(4), eps_clip=1.0, eps_clip_higher=4.0)
+
+    assert loss.tolist() == pytest.approx([0.5, 1.0, 4.9, 5.0])
+    assert is_cut.tolist() == [False, False, False, True]
+
+
 def _reported(terms: LossTerms) -> dict[str, float]:
     return {name: one.item() for name, one in (terms.sums | terms.maxima).items()}
 
