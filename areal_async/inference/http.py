@@ -28,6 +28,8 @@ SGLANG_SPARE_TOKENS = 6
 MAX_CONTEXT_TOKENS = 1 << 40
 """No context is longer; a server that says so says nothing."""
 JSON = {"content-type": "application/json"}
+CACHE = {"tags": ["kv_cache"]}
+"""The part of a server's memory that is given back: weights come back as they were only from a copy on the host."""
 
 _HEADERS = httpx.Headers({**JSON, "accept-encoding": "identity"})
 _EXTENSIONS = {"timeout": httpx.Timeout(None, connect=CONNECT_S).as_dict()}
@@ -168,6 +170,14 @@ class ServerApi:
     async def resume(self, *, deadline_s: float) -> None:
         """Generate again."""
         await self._call("POST", "/continue_generation", {}, deadline_s)
+
+    async def release_memory(self, *, deadline_s: float) -> None:
+        """Give the memory of its cache to other processes. It must be paused, and run nothing: SGLang ends else."""
+        await self._call("POST", "/release_memory_occupation", CACHE, deadline_s)
+
+    async def resume_memory(self, *, deadline_s: float) -> None:
+        """Take the memory back. It must have been released: SGLang ends else."""
+        await self._call("POST", "/resume_memory_occupation", CACHE, deadline_s)
 
     async def load_weights(self, *, path: str, version: str, flush_cache: bool, deadline_s: float) -> None:
         """Load a Hugging Face folder in place of the weights it runs."""

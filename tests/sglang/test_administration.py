@@ -29,6 +29,8 @@ ORDERS: dict[str, dict[str, Any]] = {
     "/end_weight_update": {},
     "/abort_request": {"abort_all": True},
     "/flush_cache": {},
+    "/release_memory_occupation": {"tags": ["kv_cache"]},
+    "/resume_memory_occupation": {"tags": ["kv_cache"]},
     "/weights_checker": {"action": "checksum"},
 }  # fmt: skip
 

@@ -382,3 +382,24 @@ def test_flushing_is_refused_while_a_sequence_needs_its_cache(scheduler: Schedul
     assert not scheduler.flush_cache()
     scheduler.pause(PauseMode.RETRACT)
     assert scheduler.flush_cache()
+
+
+def test_the_cache_is_dropped_when_its_memory_is_released_and_built_again_when_it_is_resumed(old_model: Path) -> None:
+    runner = load(old_model)
+    scheduler = scheduler_of(runner)
+    sequence = sequence_of(prompt_of(6), 20)
+    scheduler.submit(sequence)
+    run(scheduler, steps=1)
+    assert not scheduler.release_memory(), "somebody needs it"
+    scheduler.pause(PauseMode.RETRACT)
+
+    assert scheduler.release_memory()
+    assert runner.cache.bytes_per_token == 0, "no tensor is left"
+    scheduler.resume()
+    assert not scheduler.has_work, "nobody may run without it"
+    assert scheduler.resume_memory()
+    run(scheduler)
+    assert runner.cache.bytes_per_token > 0
+    assert sequence.num_retractions == 1
+    assert_scored_by(old_model, sequence)
+    assert not scheduler.resume_memory(), "it was not released"

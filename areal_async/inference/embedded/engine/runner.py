@@ -114,6 +114,11 @@ class ModelRunner:
             slots = max(num_slots, min(slots, self.max_total_tokens // tokens))
         self.cache.resize(slots, tokens)
 
+    def release_memory(self) -> None:
+        """Give what the cleared cache has left with torch's allocator back to the device, for other processes."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _joined(self, parts: Iterable[Sequence[int]]) -> torch.Tensor:
         return torch.tensor(list(chain.from_iterable(parts)), dtype=torch.long, device=self.device)
 

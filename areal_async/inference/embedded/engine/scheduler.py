@@ -43,6 +43,8 @@ class Scheduler:
         self._running: list[RunningSequence] = []
         self._batch: DecodeBatch | None = None
         self._is_paused = False
+        self.is_released = False
+        """The cache's memory is given back; nobody runs until it is taken again."""
         self._epoch = 0
         self._emissions: list[Emission] = []
         self.weight_version = options.weight_version
@@ -51,7 +53,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return not self._is_paused and bool(self._running or self._waiting)
+        return not (self._is_paused or self.is_released) and bool(self._running or self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -118,6 +120,19 @@ class Scheduler:
             return False
         self._runner.cache.clear()
         return True
+
+    def release_memory(self) -> bool:
+        """Give the cache's memory back to the device, and run nobody until it is resumed; refused as a flush is."""
+        if not self.flush_cache():
+            return False
+        self._runner.release_memory()
+        self.is_released = True
+        return True
+
+    def resume_memory(self) -> bool:
+        """Let the cache grow again; refused where it was not released."""
+        was_released, self.is_released = self.is_released, False
+        return was_released
 
     def apply_weights(self, staged: StagedWeights, weight_version: str | None) -> None:
         """Swap the weights; sequences with output remember which of their tokens came before."""

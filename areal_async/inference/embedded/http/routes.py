@@ -7,10 +7,11 @@ import uuid
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import msgspec
+import structlog
 import torch
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -28,6 +29,8 @@ from areal_async.inference.embedded.http.generate import GenerateEndpoint
 PROTOCOL_VERSION = "0.5.23"
 """The SGLang release whose protocol this is."""
 _HEALTH_DEADLINE_S = 20.0
+log = structlog.get_logger()
+
 _NAN = "the model produced NaN; its weights are broken"
 
 
@@ -38,6 +41,20 @@ class _PauseBody(msgspec.Struct):
 class _AbortBody(msgspec.Struct):
     rid: str | None = None
     abort_all: bool = False
+
+
+class _MemoryBody(msgspec.Struct):
+    tags: list[Literal["kv_cache", "weights", "cuda_graph"]] | None = None
+    """Parts of the memory; ``None``, like an empty list, for all of them."""
+
+    def check(self) -> None:
+        """Refuse to give back anything but the cache, which is all that is not needed again as it was.
+
+        Raises:
+            RequestError: the cache is not among the parts.
+        """
+        if self.tags and "kv_cache" not in self.tags:
+            raise RequestError(f"tags: got {', '.join(self.tags)}, need kv_cache: the weights stay where they are")
 
 
 class _CheckBody(msgspec.Struct):
@@ -68,6 +85,8 @@ def build_app(service: EngineService, *, admin_key: str = "") -> Starlette:
             administration("/end_weight_update", weights_order(broadcasts.end)),
             administration("/abort_request", routes.abort),
             administration("/flush_cache", routes.flush_cache, "GET"),
+            administration("/release_memory_occupation", routes.release_memory, "GET"),
+            administration("/resume_memory_occupation", routes.resume_memory, "GET"),
             administration("/weights_checker", routes.check_weights, "GET"),
             Route("/health", routes.health),
             Route("/health_generate", routes.health_generate),
@@ -117,6 +136,22 @@ class ServiceRoutes:
             return PlainTextResponse("Cache flushed.\n")
         return PlainTextResponse("Flush cache failed: requests are running or queued.\n", status_code=400)
 
+    async def release_memory(self, request: Request) -> Response:
+        """Answer ``null``, or 400 where requests run: the same order ends SGLang, which asserts that none does."""
+        (await parse(request, _MemoryBody)).check()
+        if await self._service.thread.call(lambda scheduler: scheduler.release_memory()):
+            log.info("memory.released")
+            return JsonResponse(None)
+        return error_response("release_memory_occupation should be called only when server is idle.", 400)
+
+    async def resume_memory(self, request: Request) -> Response:
+        """Answer ``null``, or 400 where nothing was released, which ends SGLang too."""
+        (await parse(request, _MemoryBody)).check()
+        if await self._service.thread.call(lambda scheduler: scheduler.resume_memory()):
+            log.info("memory.resumed")
+            return JsonResponse(None)
+        return error_response("resume_memory_occupation: nothing was released", 400)
+
     async def check_weights(self, request: Request) -> Response:
         body = await parse(request, _CheckBody)
         if body.action != "checksum":
@@ -154,7 +189,9 @@ class ServiceRoutes:
         """Generate one token; while others are generated or generation is paused, the thread's answer is enough."""
         if not self._service.is_generation:
             return await self.health(request)
-        if self._service.is_paused or await self._service.thread.call(lambda scheduler: scheduler.has_work):
+        if self._service.is_paused or await self._service.thread.call(
+            lambda scheduler: scheduler.has_work or scheduler.is_released
+        ):
             return await self.health(request)
         probe = self._service.open([0], SamplingParams(max_new_tokens=1, temperature=0.0))
         try:
