@@ -7,6 +7,7 @@ told apart by their lengths instead, which the model passes down to every layer.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import Any, Self, cast
 
 import numpy as np
@@ -23,6 +24,8 @@ LAYER_KINDS = ("full_attention", "sliding_attention")
 """What transformers calls the layers that this attends for; any other kind would see its neighbours' tokens."""
 UNSUPPORTED = {"softcap": "soft caps of its scores", "s_aux": "sinks", "position_bias": "biases", "alibi": "biases"}
 """What a model's attention may ask for by name, and what that is."""
+HAS_KERNEL = {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
+"""Whether this torch's flash attention over lengths has windows and shared heads; before 2.13 rows go in batches."""
 SIMILAR_TOKENS = 16
 """Documents whose lengths differ by less are attended in one call: for a short one the call costs more than the work,
 and for a long one so few tokens more are little."""
@@ -210,7 +213,8 @@ def _check_call(module: nn.Module, mask: Tensor | None, window: int | None, more
 def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Say whether torch's flash attention takes these: a GPU, half precision, heads of one width that it knows."""
     return (
-        query.is_cuda
+        HAS_KERNEL
+        and query.is_cuda
         and query.shape[-1] % 8 == 0
         and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, True))
     )
