@@ -1,4 +1,8 @@
-"""A workflow that computes for ever: it is named within seconds, its node starts again, and the run goes on."""
+"""A workflow that computes for ever: it is named within seconds, its node starts again, and the run goes on.
+
+One that holds up the loop for a while: row 23 of the faults. What ends the node: ``test_loop_watchdog.py``. What is
+made of what it leaves: ``tests/bus/test_recovery.py``.
+"""
 
 import json
 from datetime import datetime
@@ -9,7 +13,7 @@ import pytest
 
 from tests.e2e.test_run import REPOSITORY, Run, said_by
 
-pytestmark = [pytest.mark.timeout(420), pytest.mark.whole_runs]
+pytestmark = [pytest.mark.timeout(420), pytest.mark.nightly]
 
 # The first prompt to come is the one: its first sibling holds up the loop in each attempt, the other one does not.
 WORKFLOW = """
