@@ -4,8 +4,6 @@ With two ranks: ``test_run.py``.
 """
 
 import functools
-import os
-import signal
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from random import Random
@@ -23,17 +21,16 @@ from tests.e2e.test_run import (
     assert_accounts,
     assert_one_is_given_up,
     collect,
+    continue_trainers,
     events,
     poisonous_call,
-    role_processes,
-    said_by,
 )
 from tools.hostile import Target, hostile_message
 
 pytestmark = pytest.mark.timeout(360)
 
 NUM_HOSTILE = 200
-NUM_STEPS = 30
+NUM_STEPS = 16
 
 
 async def _store_hostile(run: Run, *, step: int) -> None:
@@ -63,14 +60,12 @@ def test_a_group_that_the_step_fails_with_and_hostile_trajectories_end_nothing_a
         tmp_path, "hostile", run__steps=NUM_STEPS, rollout__group_size=2, rollout__min_group_size=1, eval__limit=8,
         run__max_failed_groups=8, trainer__checkpoint_every_steps=NUM_STEPS, algorithm__calls=poisonous_call(tmp_path),
     )  # fmt: skip
+    # It stands still while they are stored. Killed later, it refuses again what was refused, and its cuts stand.
+    run.faults = "trainer.before_step:4:stop trainer.after_step:9:kill"
     with run.start() as process:
-        run.wait_for_step(2, process)
-        assert said_by("pause", run.directory).returncode == 0  # else it may be at its end before they are all stored
-        anyio.run(functools.partial(_store_hostile, run, step=len(run.lines)))
-        assert said_by("resume", run.directory).returncode == 0
-        run.wait_for_step(len(run.lines) + 3, process)
-        for pid in role_processes(run, "trainer"):  # what was refused is refused again, and its cuts stand
-            os.kill(pid, signal.SIGKILL)
+        run.wait_for_fault("trainer.before_step", process)
+        anyio.run(functools.partial(_store_hostile, run, step=3))
+        continue_trainers(run)
         ended = collect(process)
 
     assert ended.returncode == 0, ended.stdout
