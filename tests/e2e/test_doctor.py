@@ -17,7 +17,7 @@ import pytest
 from areal_async.doctor.audit.reconciliation import IN_TRAINING, SlotFate
 from areal_async.protocol.types import NOT_SAMPLED, Version
 from tests.e2e.scene import server_pid
-from tests.e2e.test_run import Run, events, role_processes, said_by, wait_until
+from tests.e2e.test_run import Run, continue_trainers, events, role_processes, said_by, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -32,10 +32,12 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """
     settings = {"trainer__checkpoint_every_steps": 6, "run__watchdog_s": 3}
     run = Run(tmp_path_factory.mktemp("doctor"), "killed", run__steps=40, **settings)
+    run.faults = "trainer.before_step:8:stop"
     with run.start() as process:
-        run.wait_for_step(7, process)
+        run.wait_for_fault("trainer.before_step", process)
         num_before = len(_stalls(run))  # a server that starts on a busy machine may have been named as well
         os.kill(server_pid(run), signal.SIGSTOP)
+        continue_trainers(run)
         wait_until(lambda: len(_stalls(run)) > num_before, "the server to be named")
         broker = Path("/proc", (run.directory / "bus" / "nats.pid").read_text().strip())
         process.send_signal(signal.SIGKILL)

@@ -12,7 +12,7 @@ import pytest
 from areal_async.process.json_lines import read_json_lines
 from tests.e2e.scene import has
 from tests.e2e.terminal import Terminal
-from tests.e2e.test_run import DEADLINE_S, REPOSITORY, Run, assert_accounts, collect, events
+from tests.e2e.test_run import DEADLINE_S, REPOSITORY, Run, assert_accounts, collect, continue_trainers, events
 from tools.faults_hosts import fill
 
 pytestmark = pytest.mark.timeout(360)
@@ -85,16 +85,20 @@ def test_a_disk_that_is_full_and_stays_so_ends_the_run_with_one_sentence(small_d
 
 
 def test_a_run_whose_logs_are_taken_away_and_whose_terminal_is_closed_goes_on_and_makes_its_logs_again(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its log says since when nobody sees it."""
     run = Run(tmp_path, "unseen", run__steps=6, eval__limit=8)
+    run.faults = "trainer.before_step:3:stop"  # else it may be over before they are gone
+    for name, value in run.armed.items():
+        monkeypatch.setenv(name, value)
     terminal = Terminal((100, 30), program=run.command())
     terminal.wait(has("run unseen", "step", "0/6"), "the panel", within_s=DEADLINE_S)
-    terminal.wait(lambda _: len(run.lines) >= 2, "two steps", within_s=DEADLINE_S)
+    terminal.wait(lambda _: run.has_fired("trainer.before_step"), "two steps", within_s=DEADLINE_S)
 
     shutil.rmtree(run.directory / "logs")
     terminal.close()
+    continue_trainers(run)
 
     assert terminal.process.wait(timeout=DEADLINE_S) == 0
     assert len(run.lines) == 6

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from areal_async.protocol.types import NOT_SAMPLED, Version
-from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, collect, events
+from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, collect, continue_trainers, events, wait_until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.whole_runs]
 
@@ -34,10 +34,13 @@ def test_self_play_trains_both_roles(tmp_path: Path) -> None:
 
 def test_frozen_grader_that_is_killed_comes_back_and_no_token_of_it_is_trained(tmp_path: Path) -> None:
     run = Run(tmp_path, "judge", run__steps=4, eval__limit=4)
+    run.faults = "trainer.before_step:2:stop"  # else it may be over before the grader is back
     with run.start(*arguments("judge"), workflow="workflows/judge.py") as process:
-        run.wait_for_step(1, process)
+        run.wait_for_fault("trainer.before_step", process)
         (first,) = grader_starts(run)
         os.killpg(int(first["pid"]), signal.SIGKILL)
+        wait_until(lambda: len(grader_starts(run)) == 2, "the grader to start again")
+        continue_trainers(run)
         ended = collect(process)
 
     assert ended.returncode == 0, ended.stdout

@@ -48,6 +48,11 @@ class Run:
         for key, value in settings.items():
             self._arguments += [f"--{key.replace('__', '.')}", str(value)]
 
+    @property
+    def armed(self) -> dict[str, str]:
+        """What has its processes know of ``faults``."""
+        return {SPECIFICATION: self.faults, FIRED: str(self._fired)}
+
     def command(self, *arguments: str, workflow: str = "workflows/gsm8k.py") -> list[str]:
         return [sys.executable, "-m", "areal_async", "run", workflow, *self._arguments, *arguments]
 
@@ -55,7 +60,7 @@ class Run:
         return subprocess.Popen(
             self.command(*arguments, workflow=workflow),
             cwd=REPOSITORY,
-            env=os.environ | {SPECIFICATION: self.faults, FIRED: str(self._fired)},
+            env=os.environ | self.armed,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -87,8 +92,11 @@ class Run:
         if process.poll() is not None:
             pytest.fail(f"the run ended early:\n{collect(process).stdout}")
 
+    def has_fired(self, point: str) -> bool:
+        return any(self._fired.glob(f"{point}-*"))
+
     def wait_for_fault(self, point: str, process: "subprocess.Popen[str]") -> None:
-        wait_until(lambda: any(self._fired.glob(f"{point}-*")) or process.poll() is not None, point)
+        wait_until(lambda: self.has_fired(point) or process.poll() is not None, point)
         if process.poll() is not None:
             pytest.fail(f"the run ended early:\n{collect(process).stdout}")
 
