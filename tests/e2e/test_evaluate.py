@@ -1,8 +1,6 @@
 """``eval`` by itself traces its rows as a live run's evaluation does, at a collector or in the run's own files."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +8,9 @@ import pytest
 from areal_async.config.sources import load_settings
 from areal_async.launch.run_directory import RunDirectory
 from tests.collector import collecting
+from tests.e2e.test_run import REPOSITORY, said
 from tests.unit.inference.embedded_engine import Server
 
-REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / "configs" / "models" / "tiny"
 CONFIG = REPOSITORY / "configs" / "gsm8k_cpu.yaml"
 SHORT = ["--rollout.sampling.max_new_tokens", "4"]
@@ -20,16 +18,16 @@ SHORT = ["--rollout.sampling.max_new_tokens", "4"]
 pytestmark = pytest.mark.timeout(180)
 
 
-def _eval(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "areal_async", "eval", *words, "--limit", "2", *SHORT]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=150, check=False)
+def _eval(*words: str) -> str:
+    """Return what it says of what it does."""
+    ended = said("eval", *words, "--limit", "2", *SHORT)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended
+    return str(ended.stderr)
 
 
-def _eval_at(engine: Server, traces: str) -> subprocess.CompletedProcess[str]:
+def _eval_at(engine: Server, traces: str) -> str:
     words = ["--config", str(CONFIG), "--server", str(engine.http.base_url), "--metrics.traces", traces]
-    return _eval("workflows/gsm8k.py", *words)
+    return _eval(str(REPOSITORY / "workflows" / "gsm8k.py"), *words)
 
 
 def test_each_row_of_a_model_that_is_evaluated_is_a_trace_at_the_collector(engine: Server) -> None:
@@ -64,6 +62,4 @@ def test_the_rows_of_a_run_that_is_over_are_traced_in_its_files(tmp_path: Path) 
 
 
 def test_a_model_without_a_run_has_no_place_for_traces_in_files(engine: Server) -> None:
-    ended = _eval_at(engine, "file")
-
-    assert "metrics.traces: got file without a run" in ended.stderr
+    assert "metrics.traces: got file without a run" in _eval_at(engine, "file")

@@ -132,11 +132,16 @@ def collect(process: "subprocess.Popen[str]") -> "subprocess.CompletedProcess[st
 
 
 def said_by(verb: str, directory: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    """Do what the command line does to a run, without the seconds of a processor that a new interpreter takes."""
+    """Do what the command line does to a run."""
+    return said(verb, "--run", str(directory), *words)
+
+
+def said(*words: str) -> "subprocess.CompletedProcess[str]":
+    """Do what the command line does, without the seconds of a processor that a new interpreter takes."""
     output, errors = StringIO(), StringIO()
     with logging_as_before(), redirect_stdout(output), redirect_stderr(errors):
-        status = main([verb, "--run", str(directory), *words])
-    return subprocess.CompletedProcess(verb, status, output.getvalue(), errors.getvalue())
+        status = main(list(words))
+    return subprocess.CompletedProcess(words, status, output.getvalue(), errors.getvalue())
 
 
 def wait_until(is_so: Callable[[], bool], what: str) -> None:
