@@ -37,6 +37,7 @@ def is_mental(group_id: str) -> bool:
 
 
 def test_a_mix_keeps_its_ratio_and_evaluates_each_task(tmp_path: Path) -> None:
+    """Its larger task is the workflow ``calculator`` with that one's own settings."""
     run = Mixed(tmp_path, "mixed", run__steps=2)
 
     ended = run.finish("--tasks.1.eval.limit", "8")
@@ -46,6 +47,8 @@ def test_a_mix_keeps_its_ratio_and_evaluates_each_task(tmp_path: Path) -> None:
     for line in run.lines:
         assert line["groups/calculator"] + line["groups/mental"] == line["num_groups"]
     assert sum(line["groups/mental"] for line in run.lines) > 0
+    assert all(line["failed"] == 0 and line["rollout/num_tool_calls"] > 0 for line in run.lines), run.lines
+    assert 0 < sum(line["reward/calculator"] for line in run.lines) < 2, "the warm start can do it, and not well"
     sizes = Counter(row["group_id"] for row in run.trained)
     assert {count for group_id, count in sizes.items() if is_mental(group_id)} <= {2, 3, 4}
     assert {count for group_id, count in sizes.items() if not is_mental(group_id)} <= {4, 5, 6, 7, 8}
