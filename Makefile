@@ -27,7 +27,7 @@ browser:  ## what the report of a run is looked at with; Debian's, where there i
 
 agents: $(AGENTS)/.installed  ## the agent frameworks that are tried at the endpoint, in an environment of their own
 
-test-runs: $(STAMP)  ## what users do, end to end: each workflow, a run that is operated, the README's first workflow
+test-runs: $(STAMP)  ## whole runs: what users do, end to end, each workflow, a run that is operated, killed or damaged
 	$(BIN)/python -m pytest -m "whole_runs and not nightly" -n 2 --dist loadfile --no-loadscope-reorder tests/e2e $(ARGS)
 
 sglang:  ## an environment in which the real SGLang runs on a CPU

@@ -19,7 +19,7 @@ from areal_async.protocol.types import NOT_SAMPLED, Version
 from tests.e2e.scene import server_pid
 from tests.e2e.test_run import Run, continue_trainers, events, role_processes, said_by, wait_until
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 
 PROMISES = ("P1", "P2", "P3", "P4", "P5", "P7")
 

@@ -15,7 +15,7 @@ from tests.e2e.terminal import Terminal
 from tests.e2e.test_run import DEADLINE_S, REPOSITORY, Run, assert_accounts, collect, continue_trainers, events
 from tools.faults_hosts import fill
 
-pytestmark = pytest.mark.timeout(360)
+pytestmark = [pytest.mark.timeout(360), pytest.mark.whole_runs]
 
 
 @pytest.mark.nightly

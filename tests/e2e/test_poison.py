@@ -27,7 +27,7 @@ from tests.e2e.test_run import (
 )
 from tools.hostile import Target, hostile_message
 
-pytestmark = pytest.mark.timeout(360)
+pytestmark = [pytest.mark.timeout(360), pytest.mark.whole_runs]
 
 NUM_HOSTILE = 200
 NUM_STEPS = 16

@@ -29,7 +29,7 @@ DEADLINE_S = 150.0
 NUM_BROADCAST = 12
 CRITIC_METRICS = ("value_loss", "explained_variance", "kl_mean")
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 
 
 class Run:

@@ -26,7 +26,7 @@ async def hanging(prompt, policy):
     return 1.0
 """
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 
 
 def test_a_workflow_that_awaits_for_ever_is_named_by_its_slot_and_ends_a_run_that_is_told_to_end(
