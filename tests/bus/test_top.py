@@ -17,7 +17,7 @@ from areal_async.launch.run_directory import RunDirectory
 from areal_async.monitor.top.feed import TopFeed
 from areal_async.monitor.top.view import TopView
 from tests.brokers import running_broker, until
-from tests.e2e.terminal import SHELL, Terminal
+from tests.e2e.terminal import SHELL, SHOWN_WITHIN_S, Terminal
 
 pytestmark = pytest.mark.anyio
 KEYS = "q quit"
@@ -92,7 +92,7 @@ def _stop_and_go_on(run: Path) -> None:
     os.kill(int(top), signal.SIGTERM)
     shell.wait(lambda text: "Terminated" in text and shell.is_as_before, "its end")
     shell.press("exit 0\n")
-    assert shell.process.wait(timeout=10) == 0, shell.text
+    assert shell.process.wait(timeout=SHOWN_WITHIN_S) == 0, shell.text
 
 
 def _lean(text: str) -> str:
