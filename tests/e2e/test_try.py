@@ -112,14 +112,14 @@ def test_every_way_to_fail_is_shown_with_its_cause_and_the_users_line(engine: Se
 
     done = attempt(
         str(file), "--n", "5", "--server", str(engine.http.base_url),
-        "--run.watchdog_s", "2", "--rollout.episode_deadline_s", "5", temporary=temporary,
+        "--run.watchdog_s", "2", "--rollout.episode_deadline_s", "15", temporary=temporary,
     )  # fmt: skip
 
     assert done.returncode == 1, done.stderr
     text = " ".join(done.stdout.split())
     for told in (
         "failed: workflow bad: returned without a call of the model",
-        "failed: workflow bad: ran past rollout.episode_deadline_s = 5 s",
+        "failed: workflow bad: ran past rollout.episode_deadline_s = 15 s",
         "await asyncio.sleep(3600) # waits here",
         "failed: held up the event loop for run.watchdog_s = 2 s, at",
         "time.sleep(3600) # stands here",
