@@ -20,6 +20,10 @@ TRAINER_STOP_S = 600.0
 NODE_STOP_S = 60.0
 """To store what is finished and end its servers."""
 CONTROLLER_STOP_S = 20.0
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where torch reads how its allocator of GPU memory works; the second name is the older one, and is read first."""
+EXPANDABLE = "expandable_segments:True"
+"""Rows differ in length: in segments of fixed sizes, freed memory stays too small for the next."""
 ARENAS = "MALLOC_ARENA_MAX"
 """How many heaps glibc's allocator has. With one for each thread, what one frees lies idle while the next takes more: a
 rank grew by 4.3 kB a step, and by nothing with a single one. Tensors are too large to come from any."""
@@ -123,12 +127,15 @@ def role_spec(
 def rank_specs(base: ProcessSpec, num_ranks: int, *, directory: Path) -> list[ProcessSpec]:
     """Return one process per rank, which find each other as torchrun's would, on a port of their own."""
     port = free_port(setting="trainer")
+    is_tuned = not base.environment.get("CUDA_VISIBLE_DEVICES") or any(name in os.environ for name in ALLOCATOR)
+    allocator = {} if is_tuned else {ALLOCATOR[0]: EXPANDABLE}
     return [
         ProcessSpec(
             name=f"{base.name}-{rank}",
             command=base.command,
             environment={
                 **base.environment,
+                **allocator,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(num_ranks),

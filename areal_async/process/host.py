@@ -1,12 +1,15 @@
 """What this host offers: its GPUs, and ports to listen on. Without torch: the command line asks before it is loaded."""
 
+import fcntl
 import os
 import random
 import re
 import socket
+import struct
 import subprocess
 import sys
 from collections import deque
+from contextlib import suppress
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -15,6 +18,8 @@ from areal_async.errors import UserError
 
 PROBE_DEADLINE_S = 10.0
 DEVICES = Path("/dev")
+SIOCGIFADDR = 0x8915
+"""Linux's question for the IPv4 address of an interface; a ``struct ifreq`` has it in bytes 20 to 24."""
 LOOPBACK = "127.0.0.1"
 ANY = "0.0.0.0"
 """What listens there listens at every address of the host; nobody connects to it."""
@@ -71,6 +76,36 @@ def check_address(host: str, *, setting: str) -> None:
         except (OSError, UnicodeError):  # a name may also be none that could be looked up
             pass
     raise UserError(f"{setting}: got {host!r}, need an IPv4 address or a name of this host that the other hosts reach")
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address of this host under which those at ``host`` can reach it.
+
+    Raises:
+        OSError: the name is none, or there is no way there.
+    """
+    family, kind, protocol, _, destination = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(destination)  # of datagrams: sends nothing, picks the interface
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def interface_towards(host: str, port: int) -> str | None:
+    """Return the name of the network interface that reaches ``host``; None where this host does not tell."""
+    if sys.platform != "linux":
+        return None
+    try:
+        address = address_towards(host, port)
+        with socket.socket() as asked:
+            for _, name in socket.if_nameindex():
+                with suppress(OSError):  # one without an address
+                    answer = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("40s", name.encode()))
+                    if socket.inet_ntoa(answer[20:24]) == address:
+                        return name
+    except OSError:
+        pass
+    return None
 
 
 def free_port(wanted: int = 0, *, setting: str = "port", host: str = LOOPBACK) -> int:

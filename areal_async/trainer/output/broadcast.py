@@ -5,7 +5,6 @@ holds up the trainer longer than its deadline: a group that breaks is closed, wh
 and the servers are left to the copy on disk.
 """
 
-import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -16,6 +15,7 @@ import structlog
 from torch import Tensor
 
 from areal_async.inference.weight_group import WeightGroup, WeightGroupError
+from areal_async.process import host
 from areal_async.process.failpoints import failpoint
 from areal_async.process.host import LOOPBACK
 from areal_async.protocol.run_state import ServerState
@@ -144,9 +144,4 @@ class Broadcaster:
 def address_towards(url: str) -> str:
     """Return the address of this host under which others who reach ``url`` can reach it."""
     parts = urlsplit(url)
-    host, port = parts.hostname or LOOPBACK, parts.port or NATS_PORT
-    family, kind, protocol, _, destination = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(destination)  # of datagrams: sends nothing, picks the interface
-        address: str = probe.getsockname()[0]
-    return address
+    return host.address_towards(parts.hostname or LOOPBACK, parts.port or NATS_PORT)

@@ -65,6 +65,23 @@ def test_ranks_find_each_other_as_torchruns_would(tmp_path: Path) -> None:
     assert controller.make_specs()[0].environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_ranks_on_gpus_have_memory_that_grows_unless_the_user_says_how_it_is_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+
+    def chosen(gpus: tuple[str, ...]) -> str | None:
+        trainer, *_ = plan_groups(Settings(), RunDirectory(tmp_path), gpus=gpus)
+        (rank,) = trainer.make_specs()
+        return rank.environment.get("PYTORCH_ALLOC_CONF")
+
+    assert (chosen(FOUR), chosen(())) == ("expandable_segments:True", None)
+    monkeypatch.setenv(name, "backend:cudaMallocAsync")
+    assert chosen(FOUR) is None
+
+
 @pytest.mark.parametrize(("given", "taken"), [(None, "1"), ("4", "4")])
 def test_a_rank_has_one_heap_for_all_its_threads_or_as_many_as_the_environment_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, taken: str

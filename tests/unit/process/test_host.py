@@ -12,7 +12,7 @@ import torch
 from areal_async.errors import UserError
 from areal_async.process import host
 from areal_async.process.device import own_device
-from areal_async.process.host import LOOPBACK, check_address, free_port, visible_gpus
+from areal_async.process.host import LOOPBACK, check_address, free_port, interface_towards, visible_gpus
 from tests.gpu_drivers import Driver
 
 
@@ -71,6 +71,13 @@ def test_a_process_that_was_given_gpus_does_not_compute_without_them(monkeypatch
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert own_device(1) == torch.device("cpu")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the host is not asked")
+def test_the_interface_that_reaches_somebody_is_named() -> None:
+    """Debian's name of a host resolves to 127.0.1.1: whoever listens there is reached by nobody else."""
+    assert interface_towards("127.0.1.1", 1) == interface_towards(LOOPBACK, 1) == "lo"
+    assert interface_towards("no such host", 1) is None
 
 
 def test_a_free_port_can_be_listened_on() -> None:

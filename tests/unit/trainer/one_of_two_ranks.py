@@ -1,5 +1,6 @@
 """What each of two ranks does in ``test_ranks.py``."""
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -77,6 +78,12 @@ def _write_beside_steps(directory: Path, engine: FsdpEngine, rows: list[TrainRow
         loaded = {name: float(tensor.norm()) for name, tensor in engine.full_parameters().items()}
         assert loaded == staged, "a step was written into what it goes on from"
     return ledgers
+
+
+def interface_of_gloo(ranks: Ranks) -> str | None:
+    """Return where this rank's groups listen."""
+    ranks.all_agree(True)
+    return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
 def _lengths_of_rows(lengths: Sequence[int], ranks: Ranks) -> list[list[int]]:

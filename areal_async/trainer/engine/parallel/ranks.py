@@ -16,6 +16,10 @@ import torch.distributed as dist
 
 from areal_async.errors import PipelineError, leaves_of
 from areal_async.process.device import own_device
+from areal_async.process.host import interface_towards
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Names the network interface of gloo's groups; a user's own stands."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +127,8 @@ def joined_ranks(*, deadline_s: float, num_threads: int = 1) -> Iterator[Ranks]:
     else:
         torch.set_num_threads(num_threads)
     deadline = timedelta(seconds=deadline_s)
+    if size > 1:
+        _choose_interface()
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -144,6 +150,13 @@ def joined_ranks(*, deadline_s: float, num_threads: int = 1) -> Iterator[Ranks]:
         # wait for this rank.
         if is_whole or size == 1:
             dist.destroy_process_group()
+
+
+def _choose_interface() -> None:
+    """Have gloo listen where rank 0 is reached: left to itself it asks what this host's name resolves to."""
+    interface = interface_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    if interface is not None:
+        os.environ.setdefault(GLOO_INTERFACE, interface)
 
 
 def _to_tensor(payload: bytes, length: int) -> torch.Tensor:

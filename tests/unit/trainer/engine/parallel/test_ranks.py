@@ -1,5 +1,6 @@
 """Two ranks do what one would: the same words on both, the same step, and files that one rank alone can load."""
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from areal_async.trainer.engine.parallel.ranks import Ranks, is_of_peers
 from tests.unit.trainer.models import engine_of, random_rows
 from tests.unit.trainer.one_of_two_failing import be_a_rank
 from tests.unit.trainer.one_of_two_leaving import miss_a_peer
-from tests.unit.trainer.one_of_two_ranks import speak_and_train
+from tests.unit.trainer.one_of_two_ranks import interface_of_gloo, speak_and_train
 from tests.unit.trainer.rank_workers import DEADLINE_S, RankWorkers, forked
 from tests.unit.trainer.receivers import Receiver, are_equal
 from tools.bench_lengths import divide_shares
@@ -171,6 +172,12 @@ def test_who_misses_a_peer_knows_that_it_is_no_fault_of_what_it_trains() -> None
     assert first
     assert not is_of_peers(RuntimeError("index out of range in self"))
     assert not is_of_peers(ExceptionGroup("calls", [ValueError("of gloo")]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere gloo is left to itself")
+def test_ranks_listen_where_the_first_is_reached(two_ranks: RankWorkers) -> None:
+    """And not at what the name of their host resolves to."""
+    assert two_ranks.run(interface_of_gloo) == ["lo", "lo"]
 
 
 def test_a_rank_that_fails_ends_though_a_thread_of_it_is_in_a_collective_and_its_peer_hears_nothing(
