@@ -7,7 +7,7 @@ import pytest
 
 from areal_async.config.settings import InferenceSettings, Settings, TrainerSettings
 from areal_async.errors import UserError
-from areal_async.launch.interpreters import check_interpreters
+from areal_async.launch.interpreters import _check_nccl, check_interpreters
 
 
 def interpreter(path: Path, *lines: str, status: int = 0) -> Path:
@@ -62,9 +62,7 @@ def test_an_environment_that_cannot_be_asked_is_named(
 ) -> None:
     server = interpreter(tmp_path / "server", *lines, status=status)
 
-    with pytest.raises(
-        UserError, match=r"the inference server \(\S+\): cannot say which GPUs its torch sees: .+; inst"
-    ):
+    with pytest.raises(UserError, match=r"the inference server \(\S+\): does not say what its torch can use: .+; inst"):
         check_interpreters(settings_of(server), tuple("01234567"))
 
 
@@ -73,6 +71,48 @@ def test_only_the_trainer_is_asked_on_the_first_of_several_hosts_and_nobody_with
 
     assert len(check_interpreters(nowhere, tuple("0123"), num_hosts=2)) == 1
     assert check_interpreters(nowhere, ()) == []
+
+
+def environment(directory: Path, nccl: str | None) -> Path:
+    """Make an environment of nothing but what is said to be installed, with a real interpreter."""
+    if nccl is not None:
+        folder = directory / f"nvidia_nccl_cu13-{nccl}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nvidia-nccl-cu13\nVersion: {nccl}\n")
+    path = directory.with_suffix(".python")
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={directory} exec {sys._base_executable} -S "$@"\n')  # type: ignore[attr-defined]
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told"),
+    [("2.29.7", "2.29.7", ["nccl 2.29.7 of both the trainer and the inference server"]), (None, "2.29.7", [])],
+)
+def test_weights_are_broadcast_where_nobody_knows_of_two_versions_of_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: str | None, theirs: str, told: list[str]
+) -> None:
+    server = environment(tmp_path / "server", theirs)
+    monkeypatch.setattr(sys, "executable", str(environment(tmp_path / "trainer", ours)))
+
+    assert _check_nccl(Settings(inference=InferenceSettings(python=server))) == told
+
+
+def test_weights_are_not_broadcast_between_two_versions_of_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = environment(tmp_path / "server", "2.30.7")
+    trainer = environment(tmp_path / "trainer", "2.29.7")
+    monkeypatch.setattr(sys, "executable", str(trainer))
+    inference = InferenceSettings(python=server, weight_transfer="distributed")
+
+    with pytest.raises(UserError) as raised:
+        check_interpreters(Settings(inference=inference), ("0", "1"))
+
+    assert str(raised.value) == (
+        f"inference.weight_transfer: got distributed between nccl 2.29.7 of the trainer ({trainer}) and nccl 2.30.7 of "
+        f"the inference server ({server}), need one version; install the same nvidia-nccl in both, or take disk"
+    )
 
 
 def test_this_torch_counts_what_it_is_given() -> None:
