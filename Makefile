@@ -12,7 +12,7 @@ SITE := .site/html
 AGENTS := .venv-agents
 export NEED_AGENTS := $(AGENTS)/bin/python
 
-.PHONY: run browser agents sglang test test-runs test-sglang test-slurm faults faults-quick nightly
+.PHONY: run browser agents sglang test test-runs test-sglang test-gpu test-slurm faults faults-quick nightly
 .PHONY: check lint types site docs setup clean
 
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
@@ -20,7 +20,7 @@ run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
 
 # Two files at a time, each whole in one process, in their order: the long ones come first. ARGS="-n 0 ..." undoes it.
 test: $(STAMP) browser agents  ## every test that runs without a GPU and without SGLang, but for those of `test-runs`
-	$(BIN)/python -m pytest -m "not sglang and not slurm and not whole_runs and not nightly" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not sglang and not slurm and not whole_runs and not nightly and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 browser:  ## what the report of a run is looked at with; Debian's, where there is none
 	$(PYTHON) tools/setup_browser.py
@@ -35,6 +35,9 @@ sglang:  ## an environment in which the real SGLang runs on a CPU
 
 test-sglang: $(STAMP) agents sglang  ## the contract with the servers, of the real SGLang; builds its environment first
 	NEED_SGLANG=$(SGLANG)/bin/python $(BIN)/python -m pytest -m sglang tests/sglang $(ARGS)
+
+test-gpu: $(STAMP)  ## what needs GPUs, as far as this machine has them; says what it lacks for the rest
+	$(BIN)/python -m pytest -m gpu -n 0 -s tests/gpu $(ARGS)
 
 test-slurm: $(STAMP)  ## runs as jobs of the real Slurm, on two hosts made of namespaces; installs Debian's packages, needs root
 	$(PYTHON) tools/setup_slurm.py

@@ -19,6 +19,7 @@ COMMANDS = ("console", "python")
 """Languages of the blocks that are carried out."""
 NUMBERS_DIFFER, RUN_BY, NO_RUN = "numbers differ", "run by ", "not run: "
 NOT_RUN = (
+    "needs GPUs",
     "needs a browser",
     "needs a cluster",
     "needs a network",

@@ -23,9 +23,13 @@ Tensors = dict[str, torch.Tensor]
 class Trainer:
     """Rank 0 of a group with one server, and the orders that the server needs."""
 
-    def __init__(self, server: Server, name: str) -> None:
+    def __init__(
+        self, server: Server, name: str, *, backend: str = GLOO, device: torch.device | str = "cpu",
+        deadline_s: float = DEADLINE_S,
+    ) -> None:  # fmt: skip
         self.server = server
-        self.group = WeightGroup.host(address="127.0.0.1", size=2, name=name, backend=GLOO, deadline_s=DEADLINE_S)
+        self._backend, self._device = backend, device
+        self.group = WeightGroup.host(address="127.0.0.1", size=2, name=name, backend=backend, deadline_s=deadline_s)
         self._threads = ThreadPoolExecutor()
 
     def post(self, route: str, **fields: object) -> Future[httpx.Response]:
@@ -33,7 +37,7 @@ class Trainer:
 
     def order_join(self) -> Future[httpx.Response]:
         place = {"master_address": "127.0.0.1", "master_port": self.group.port, "rank_offset": 1, "world_size": 2}
-        return self.post("/init_weights_update_group", group_name=self.group.name, backend=GLOO, **place)
+        return self.post("/init_weights_update_group", group_name=self.group.name, backend=self._backend, **place)
 
     def join(self) -> None:
         answer = self.order_join()
@@ -51,7 +55,7 @@ class Trainer:
 
     def send_bucket(self, tensors: Tensors, **fields: object) -> httpx.Response:
         answer = self.order_bucket([describe(name, tensor) for name, tensor in tensors.items()], **fields)
-        self.group.broadcast(flatten(tensors.values()))
+        self.group.broadcast(flatten(tensors.values()).to(self._device))
         return answer.result()
 
     def send(self, model: Path, version: str, *, flush_cache: bool = True) -> None:

@@ -26,10 +26,11 @@ forked.set_forkserver_preload(["tests.unit.trainer.rank_imports"])
 
 
 class RankWorkers:
-    """Some ranks of one group, started with the first work."""
+    """Some ranks of one group, started with the first work, on devices from ``first_device`` on."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, first_device: int = 0) -> None:
         self._num_ranks = num_ranks
+        self._first_device = first_device
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._log: Any = None
@@ -84,7 +85,7 @@ class RankWorkers:
         shared = {"WORLD_SIZE": str(self._num_ranks), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
         for rank in range(self._num_ranks):
             ours, theirs = forked.Pipe()
-            environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(self._first_device + rank)}
             process = forked.Process(target=_be_a_rank, args=(environment, theirs, self._log.name), daemon=True)
             process.start()
             theirs.close()
