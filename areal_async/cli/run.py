@@ -26,6 +26,7 @@ from areal_async.config.settings import RunSettings, Settings
 from areal_async.config.sources import Sources, load_settings, read_sources, resolve
 from areal_async.config.tasks import workflow_name
 from areal_async.errors import PipelineError, UserError, leaves_of
+from areal_async.inference.card_share import CardShare
 from areal_async.launch.backend import Backend
 from areal_async.launch.backends import BACKENDS
 from areal_async.launch.interpreters import check_interpreters
@@ -69,6 +70,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     plan_groups(settings, directory, gpus=gpus, hosts=backend.hosts)
     check_interpreters(settings, gpus, num_hosts=len(backend.hosts))
     check_hosts(settings, backend)
+    share = share_of_run(settings)
     with ExitStack() as stack:
         anyio.run(functools.partial(hold, stack, directory, settings.run.name, is_visit=False))
         if chosen.start.is_fresh:
@@ -79,7 +81,8 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         if is_first:
             directory.write_settings(settings)  # of an earlier start: when its record has allowed for the new ones
         log.configure("launcher", directory.logs)
-        return _run_locked(replace(chosen, settings=settings), backend, first, is_plain=arguments.no_display)
+        chosen = replace(chosen, settings=settings)
+        return _run_locked(chosen, backend, first, share, is_plain=arguments.no_display)
 
 
 def choose(arguments: argparse.Namespace, overrides: Sequence[str], *, has_gpu: bool) -> Chosen:
@@ -120,7 +123,9 @@ def choose(arguments: argparse.Namespace, overrides: Sequence[str], *, has_gpu: 
     )
 
 
-def _run_locked(chosen: Chosen, backend: Backend, first: FirstStart | None, *, is_plain: bool) -> int:
+def _run_locked(
+    chosen: Chosen, backend: Backend, first: FirstStart | None, share: CardShare | None, *, is_plain: bool
+) -> int:
     settings, directory = chosen.settings, chosen.directory
     display, boards = choose_display(RunView(settings), is_plain=is_plain), BoardWriter(settings)
 
@@ -132,7 +137,7 @@ def _run_locked(chosen: Chosen, backend: Backend, first: FirstStart | None, *, i
     name = settings.run.name
     start, notify = chosen.start, display.notify
     run_to_end = functools.partial(
-        launch, settings, directory, backend=backend, start=start, notify=notify, watch=watch, first=first
+        launch, settings, directory, backend=backend, start=start, notify=notify, watch=watch, first=first, share=share
     )
     try:
         end = anyio.run(run_to_end, backend_options={"use_uvloop": True})
@@ -280,6 +285,20 @@ def check(settings: Settings) -> None:
         check_address(settings.bus.host, setting="bus.host")
     if settings.endpoint.host and settings.launch.backend == "local":  # else the hosts with nodes look for themselves
         check_address(settings.endpoint.host, setting="endpoint.host")
+
+
+def share_of_run(settings: Settings) -> CardShare | None:
+    """Return what a server may take of a GPU that the trainer has too; None where each side has its own.
+
+    Raises:
+        UserError: both do not fit.
+    """
+    if settings.inference.colocate is None:
+        return None
+    # Imported here: it takes seconds.
+    from areal_async.doctor.preflight import sharing
+
+    return sharing.share_of_run(settings)
 
 
 def check_hosts(settings: Settings, backend: Backend) -> None:

@@ -194,6 +194,9 @@ class InferenceSettings(Section):
     """Servers per node."""
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs per server."""
+    colocate: Literal["split", "release"] | None = None
+    """How servers and trainer share the same GPUs: each in its part of the memory (``split``), or in turns, servers
+    paused and without their cache during each training step (``release``). ``None`` gives each side GPUs of its own."""
     interrupt: Literal["retract", "in_place", "abort"] = "retract"
     """What happens to running requests while weights are swapped: recomputed, kept as they are, or ended and resent."""
     weight_transfer: Literal["disk", "distributed"] = "disk"
@@ -223,6 +226,20 @@ class InferenceSettings(Section):
     """Seconds one completion may take in all, waiting for a server included; ``None`` leaves that to its episode's."""
     start_deadline_s: float = Field(default=600.0, gt=0)
     """Seconds a server may take until it is healthy."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.colocate == "release" and self.interrupt != "retract":
+            raise ValueError(
+                f"interrupt: got {self.interrupt} with colocate=release, need retract: a server gives its cache "
+                "back only when no request holds a part of it"
+            )
+        if self.colocate is not None and self.weight_transfer == "distributed":
+            raise ValueError(
+                f"weight_transfer: got distributed with colocate={self.colocate}, need disk: nccl takes no "
+                "two ranks on one GPU"
+            )
+        return self
 
     @property
     def num_gpus(self) -> int:
@@ -295,6 +312,12 @@ class Settings(Section):
                 "tasks: got a ratio of 0 for every one, need one over 0 at least; else nothing is admitted"
             )
         check_names(self.policies)
+        if self.inference.colocate is not None and self.frozen_policies:
+            raise ValueError(
+                f"policies.{min(self.frozen_policies)}.path: got a model of its own with "
+                f"inference.colocate={self.inference.colocate}, need policies of the trained model alone: its servers "
+                "would take memory that the trainer counts on; leave colocate out, or the policy"
+            )
         self.trainer.lora.check_servers(backend=self.inference.backend, transfer=self.inference.weight_transfer)
         for rollout in (self.rollout, *map(self._checked_rollout, range(len(self.tasks)))):
             self.algorithm.check_run(max_new_tokens=rollout.sampling.max_new_tokens)

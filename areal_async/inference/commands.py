@@ -11,6 +11,7 @@ from typing import Literal
 
 from areal_async.config.settings import InferenceSettings, Settings
 from areal_async.inference.admin_key import VARIABLE
+from areal_async.inference.card_share import CardShare
 from areal_async.process.host import visible_gpus
 
 NO_VERSION = "0-0"
@@ -24,6 +25,8 @@ SGLANG_ON_CPU = (
     *("--max-total-tokens", "65536"),
 )
 """SGLang's defaults want a GPU; ``inference.flags`` come later on the command line and win."""
+MEMORY_SAVER = "--enable-memory-saver"
+"""SGLang's flag without which it releases nothing when it is told to."""
 SGLANG_KEY = "--admin-api-key"
 NUM_SECRET_BYTES = 32
 DETERMINISTIC = "--enable-deterministic-inference"
@@ -64,11 +67,16 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
     if inference.context_length is not None:
         arguments += ["--context-length", str(inference.context_length)]
     gpus = visible_gpus()
+    is_shared = bool(gpus) and inference.colocate is not None
+    if is_shared and (share := CardShare.handed_over()) is not None:
+        arguments += share.flags(is_sglang=is_sglang)
     environment = _gpu_share(gpus, first_gpu + index * inference.tensor_parallel, inference.tensor_parallel)
     if is_sglang:
         arguments += ["--incremental-streaming-output"]
         if inference.tensor_parallel > 1:
             arguments += ["--tp-size", str(inference.tensor_parallel)]
+        if is_shared and inference.colocate == "release":
+            arguments += [MEMORY_SAVER]
         if not gpus:
             arguments += SGLANG_ON_CPU
             environment |= {"OMP_NUM_THREADS": str(inference.num_threads)}

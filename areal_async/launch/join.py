@@ -107,7 +107,9 @@ def localised(settings: Settings, invitation: Invitation) -> Settings:
         }
     )
     run = settings.run.model_copy(update={"directory": invitation.directory.absolute()})
-    return settings.model_copy(update={"bus": bus, "run": run})
+    # The trainer's GPUs are those of the launcher's host.
+    inference = settings.inference.model_copy(update={"colocate": None})
+    return settings.model_copy(update={"bus": bus, "run": run, "inference": inference})
 
 
 async def _read_settings(bus: Bus) -> tuple[SharedSettings, Settings]:

@@ -3,9 +3,12 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from areal_async.config.settings import Settings
+from areal_async.errors import UserError
+from areal_async.inference.card_share import CardShare
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.blockages import excuse_for
 from areal_async.launch.gpus import share_gpus
@@ -30,7 +33,12 @@ rank grew by 4.3 kB a step, and by nothing with a single one. Tensors are too la
 
 
 def plan_groups(
-    settings: Settings, directory: RunDirectory, *, gpus: tuple[str, ...], hosts: Sequence[str] = (LOOPBACK,)
+    settings: Settings,
+    directory: RunDirectory,
+    *,
+    gpus: tuple[str, ...],
+    hosts: Sequence[str] = (LOOPBACK,),
+    share: CardShare | None = None,
 ) -> list[ProcessGroup]:
     """Return the process groups of a run, in the order in which they are to be stopped.
 
@@ -39,17 +47,27 @@ def plan_groups(
     Args:
         gpus: those of the first host; the others are taken to have as many, and find out themselves which they are.
         hosts: the launcher's own first.
+        share: what a server may take of a GPU that the trainer has too.
 
     Raises:
-        UserError: there are GPUs, but not enough of them.
+        UserError: there are GPUs, but not enough of them, or the two sides are to share those of one host and have
+            several hosts.
     """
+    colocate = settings.inference.colocate
     num_inference, num_ranks = settings.num_inference_gpus, settings.trainer.num_ranks
     if others := hosts[1:]:
+        if colocate is not None:
+            raise UserError(
+                f"inference.colocate: got {colocate} with {len(hosts)} hosts, of which the first trains and the others "
+                "serve, need one host; leave it out"
+            )
         share_gpus(gpus, num_inference=num_inference, num_trainer=0)
         _, trainer_gpus = share_gpus(gpus, num_inference=0, num_trainer=num_ranks)
         places: list[tuple[str | None, Sequence[str] | None]] = [(host, None) for host in others]
     else:
-        node_gpus, trainer_gpus = share_gpus(gpus, num_inference=num_inference, num_trainer=num_ranks)
+        node_gpus, trainer_gpus = share_gpus(
+            gpus, num_inference=num_inference, num_trainer=num_ranks, colocates=colocate is not None
+        )
         places = [(None, node_gpus)]
 
     def trainer_specs() -> list[ProcessSpec]:
@@ -70,7 +88,9 @@ def plan_groups(
             may_finish=True,
         ),
         *(
-            node_group(settings, directory, node_id=str(index), gpus=node_gpus, host=host, work_done=work_done)
+            node_group(
+                settings, directory, node_id=str(index), gpus=node_gpus, host=host, work_done=work_done, share=share
+            )
             for index, (host, node_gpus) in enumerate(places, int(FIRST_NODE))
         ),
         ProcessGroup(
@@ -91,11 +111,14 @@ def node_group(
     gpus: Sequence[str] | None,
     host: str | None = None,
     work_done: Callable[[], int] | None = None,
+    share: CardShare | None = None,
 ) -> ProcessGroup:
     """Return the process group of one node, which reads its settings and the broker's address from ``directory``."""
     name = f"node-{node_id}"
     num_threads = settings.inference.num_threads
     spec = role_spec(directory, name, "node", "--node-id", node_id, num_threads=num_threads, gpus=gpus, host=host)
+    if share is not None:
+        spec = replace(spec, environment={**spec.environment, **share.environment})
     return ProcessGroup(
         name=name,
         make_specs=lambda: [spec],

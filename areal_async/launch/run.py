@@ -15,6 +15,7 @@ from areal_async.bus.streams import delete_run, forget_nodes, list_runs
 from areal_async.config.resumed import EMBEDDED as EMBEDDED
 from areal_async.config.settings import Settings
 from areal_async.errors import BusError, FencedError, PipelineError, UnreachableError, UserError, leaves_of
+from areal_async.inference.card_share import CardShare
 from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
 from areal_async.launch.heartbeat_lock import own_holder, run_beats, wait_released
@@ -54,18 +55,20 @@ async def launch(
     notify: Notify,
     watch: Callable[[Bus], Coroutine[Any, Any, None]],
     first: FirstStart | None = None,
+    share: CardShare | None = None,
 ) -> RunEnd:
     """Run to the end, from wherever an earlier start left off. Call with the directory locked.
 
     Args:
         watch: runs beside the processes, for showing what happens; cancelled at the end.
         first: is told whether the run has begun, where this is its first start.
+        share: what a server may take of a GPU that the trainer has too.
 
     Raises:
         UserError: the settings, the workflow or the data are at fault, or other hosts could not find the broker.
         PipelineError: the run failed.
     """
-    groups = plan_groups(settings, directory, gpus=visible_gpus(), hosts=backend.hosts)
+    groups = plan_groups(settings, directory, gpus=visible_gpus(), hosts=backend.hosts, share=share)
     host = await _broker_host(settings, backend, notify)
     said, changes = anyio.create_memory_object_stream[CrewState](math.inf)  # a group changes a few times at most
 

@@ -18,6 +18,7 @@ from areal_async.doctor.preflight.lengths import check_lengths
 from areal_async.doctor.preflight.machine import Machine, look_at_machine
 from areal_async.doctor.preflight.memory import check_memory
 from areal_async.doctor.preflight.reach import check_hosts
+from areal_async.doctor.preflight.sharing import CHECK, check_sharing
 from areal_async.doctor.preflight.software import check_server_program, check_versions
 from areal_async.errors import UserError
 from areal_async.launch.backends import BACKENDS
@@ -55,6 +56,7 @@ async def look_ahead(settings: Settings) -> AsyncIterator[PreflightFinding]:
             partial(here, "chat template", check_template, settings),
             partial(check_lengths, settings, model_context=sizes["actor"].context),
             partial(here, "memory", check_memory, settings, machine, sizes),
+            partial(here, CHECK, check_sharing, settings, machine.gpus, sizes),
             *looks,
         ]
     for look in looks:

@@ -109,14 +109,15 @@ def check_memory(settings: Settings, machine: Machine, sizes: dict[str, ModelSiz
     Args:
         sizes: by role: ``actor``, and ``critic`` and ``reference`` where the algorithm wants them.
     """
-    rank_bytes = _rank_bytes(settings, sizes, offloads=bool(machine.gpus) and settings.trainer.cpu_offload)
+    rank_bytes = bytes_of_rank(settings, sizes, offloads=bool(machine.gpus) and settings.trainer.cpu_offload)
     if machine.gpus:
         yield from _on_gpus(settings, machine.gpus, sizes["actor"], rank_bytes)
     elif machine.memory_bytes is not None:
         yield _on_host(settings, machine.memory_bytes, sizes["actor"], rank_bytes)
 
 
-def _rank_bytes(settings: Settings, sizes: dict[str, ModelSize], *, offloads: bool) -> int:
+def bytes_of_rank(settings: Settings, sizes: dict[str, ModelSize], *, offloads: bool) -> int:
+    """Return what all models of one rank take at their peak; where it ``offloads``, of the GPU alone."""
     dtype, trainer = settings.model.dtype, settings.trainer
     total = sizes["actor"].trainer_bytes(trainer, dtype=dtype, offloads=offloads)
     if "critic" in sizes:
@@ -133,6 +134,16 @@ def _on_gpus(settings: Settings, gpus: tuple[Gpu, ...], size: ModelSize, rank_by
     where = f"the smallest GPU ({gpus[0].name})"
     cure = "raise trainer.num_ranks, lower trainer.token_budget, or set trainer.activation_checkpointing=true"
     yield _judge("memory of a trainer rank", rank_bytes, smallest, where=where, cure=cure)
+    if settings.inference.colocate is None:  # else both sides are judged together
+        yield _server_on_gpus(settings, smallest, size)
+    busy = [gpu for gpu in gpus if gpu.free_bytes < gpu.memory_bytes * MARGIN]
+    if busy:
+        least = min(gpu.free_bytes for gpu in busy)
+        saw = f"{len(busy)} of {len(gpus)} have memory taken already, {gigabytes(least)} free on the fullest"
+        yield warning("GPUs in use", saw, "end what uses them, or leave them out with CUDA_VISIBLE_DEVICES")
+
+
+def _server_on_gpus(settings: Settings, smallest: int, size: ModelSize) -> PreflightFinding:
     served, dtype = settings.inference, settings.model.dtype
     weights = size.weights_bytes(dtype=dtype) // served.tensor_parallel
     room = int(smallest * MARGIN) - weights
@@ -142,14 +153,8 @@ def _on_gpus(settings: Settings, gpus: tuple[Gpu, ...], size: ModelSize, rank_by
     saw = f"weights {gigabytes(weights)} of {gigabytes(smallest)}, room for {num_tokens:,} cached tokens"
     check = "memory of a server"
     if num_tokens < longest:
-        yield error(check, f"{saw}, fewer than one request of {longest:,}", "raise inference.tensor_parallel")
-    else:
-        yield good(check, f"{saw}: {num_tokens // longest:,} requests of {longest:,} at once")
-    busy = [gpu for gpu in gpus if gpu.free_bytes < gpu.memory_bytes * MARGIN]
-    if busy:
-        least = min(gpu.free_bytes for gpu in busy)
-        saw = f"{len(busy)} of {len(gpus)} have memory taken already, {gigabytes(least)} free on the fullest"
-        yield warning("GPUs in use", saw, "end what uses them, or leave them out with CUDA_VISIBLE_DEVICES")
+        return error(check, f"{saw}, fewer than one request of {longest:,}", "raise inference.tensor_parallel")
+    return good(check, f"{saw}: {num_tokens // longest:,} requests of {longest:,} at once")
 
 
 def _on_host(settings: Settings, memory_bytes: int, size: ModelSize, rank_bytes: int) -> PreflightFinding:

@@ -103,3 +103,25 @@ def test_what_is_not_done_with_adapters_is_refused(given: dict[str, Any], messag
     Settings.model_validate({**given, "trainer": {**given.get("trainer", {}), "lora": off}})
     with pytest.raises(ValidationError, match=message):
         Settings.model_validate({**given, "trainer": {**given.get("trainer", {}), "lora": lora}})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"colocate": "release", "interrupt": "in_place"}, "interrupt: got in_place with colocate=release, need retr"),
+        ({"colocate": "release", "interrupt": "abort"}, "interrupt: got abort with colocate=release, need retract"),
+        ({"colocate": "split", "weight_transfer": "distributed"}, "got distributed with colocate=split, need disk"),
+    ],
+)
+def test_what_cannot_be_on_one_gpu_is_refused(given: dict[str, Any], message: str) -> None:
+    Settings.model_validate({"inference": {**given, "colocate": None}})
+    with pytest.raises(ValidationError, match=message):
+        Settings.model_validate({"inference": given})
+
+
+def test_servers_of_another_model_share_no_gpu_with_the_trainer() -> None:
+    policies = {"judge": {"path": "org/judge"}}
+
+    Settings.model_validate({"inference": {"colocate": "release"}, "policies": {"judge": {}}})
+    with pytest.raises(ValidationError, match="policies.judge.path: got a model of its own with inference.colocate"):
+        Settings.model_validate({"inference": {"colocate": "release"}, "policies": policies})

@@ -15,19 +15,37 @@ FOUR = ("0", "1", "2", "3")
 
 
 @pytest.mark.parametrize(
-    ("gpus", "num_inference", "num_trainer", "shared"),
+    ("gpus", "num_inference", "num_trainer", "colocates", "shared"),
     [
-        (FOUR, 2, 2, (("0", "1"), ("2", "3"))),
-        (FOUR, 1, 2, (("0",), ("1", "2"))),
-        (FOUR, 3, 2, (FOUR, FOUR)),
-        (("7",), 1, 1, (("7",), ("7",))),
-        ((), 4, 4, ((), ())),
+        (FOUR, 2, 2, False, (("0", "1"), ("2", "3"))),
+        (FOUR, 1, 2, False, (("0",), ("1", "2"))),
+        (FOUR, 3, 2, True, (("0", "1", "2"), ("0", "1"))),
+        (FOUR, 1, 2, True, (("0",), ("0", "1"))),
+        (("7",), 1, 1, True, (("7",), ("7",))),
+        ((), 4, 4, False, ((), ())),
+        ((), 1, 1, True, ((), ())),
     ],
 )
-def test_node_and_trainer_are_apart_where_there_are_enough_gpus(
-    gpus: tuple[str, ...], num_inference: int, num_trainer: int, shared: tuple[tuple[str, ...], tuple[str, ...]]
+def test_node_and_trainer_have_gpus_of_their_own_unless_they_are_to_share_them(
+    gpus: tuple[str, ...],
+    num_inference: int,
+    num_trainer: int,
+    colocates: bool,
+    shared: tuple[tuple[str, ...], tuple[str, ...]],
 ) -> None:
-    assert share_gpus(gpus, num_inference=num_inference, num_trainer=num_trainer) == shared
+    assert share_gpus(gpus, num_inference=num_inference, num_trainer=num_trainer, colocates=colocates) == shared
+
+
+def test_gpus_are_shared_only_where_the_settings_say_so() -> None:
+    """SGLang alone takes most of a card: both there unasked end out of memory."""
+    with pytest.raises(UserError, match="colocate: got none, with 3 GPUs for servers and 2 for the trainer.*need 5"):
+        share_gpus(FOUR, num_inference=3, num_trainer=2)
+
+
+def test_servers_of_other_hosts_share_no_gpus_with_the_trainer(tmp_path: Path) -> None:
+    settings = Settings(inference=InferenceSettings(colocate="release"))
+    with pytest.raises(UserError, match="colocate: got release with 2 hosts"):
+        plan_groups(settings, RunDirectory(tmp_path), gpus=FOUR, hosts=("a", "b"))
 
 
 def test_more_ranks_or_servers_than_gpus_are_refused() -> None:

@@ -8,8 +8,10 @@ import pytest
 from areal_async.config.settings import InferenceSettings, ModelSettings, Settings, TrainerSettings
 from areal_async.doctor.preflight.findings import Level
 from areal_async.doctor.preflight.machine import Gpu, Machine
-from areal_async.doctor.preflight.memory import ModelSize, check_memory
+from areal_async.doctor.preflight.memory import MARGIN, ModelSize, check_memory
+from areal_async.doctor.preflight.sharing import check_sharing, share_of
 from areal_async.errors import UserError
+from areal_async.inference.card_share import SPARE_BYTES
 from tests.unit.trainer.models import save_model
 
 ROOT = Path(__file__).parents[4]
@@ -97,6 +99,54 @@ def test_a_gpu_that_somebody_else_uses_is_told() -> None:
     """The estimate is of the whole memory."""
     busy = Gpu("busy", 80 * 10**9, 20 * 10**9)
     assert _levels(_settings(num_ranks=4), _machine(busy))["GPUs in use"] is Level.WARNING
+
+
+def _shared(colocate: str, **trainer: object) -> Settings:
+    inference = InferenceSettings.model_validate({"backend": "embedded", "colocate": colocate, "context_length": 2048})
+    return _settings(**trainer).model_copy(update={"inference": inference})
+
+
+def _peak(token_budget: int) -> int:
+    trainer = TrainerSettings(num_ranks=1, token_budget=8).model_copy(update={"token_budget": token_budget})
+    return QWEN_1B5.trainer_bytes(trainer, dtype="bfloat16")
+
+
+BESIDE = 2 * QWEN_1B5.num_parameters + SPARE_BYTES
+"""What a server takes beside its cache."""
+
+
+def test_a_server_that_shares_a_gpu_has_what_the_trainer_leaves() -> None:
+    """Beside its peak (``split``), or beside what it keeps between two steps (``release``)."""
+    gpu = Gpu("large", 80 * 10**9, 80 * 10**9)
+    budget = {"num_ranks": 1, "token_budget": 20_480}
+
+    split, both = share_of(_shared("split", **budget), (gpu,), {"actor": QWEN_1B5})
+    release, _ = share_of(_shared("release", **budget), (gpu,), {"actor": QWEN_1B5})
+
+    assert split.fraction * 80e9 == pytest.approx(MARGIN * 80e9 - _peak(20_480) - SPARE_BYTES, rel=1e-6)
+    assert release.fraction * 80e9 == pytest.approx(MARGIN * 80e9 - _peak(0) - SPARE_BYTES, rel=1e-6)
+    assert split.cache_tokens == pytest.approx((split.fraction * 80e9 - 2 * 1.5437e9) / (2 * 28 * 256 * 2), rel=1e-3)
+    assert both.startswith(f"{_peak(20_480) / 1e9:.1f} GB for a rank and 8.1 GB for a server without its cache, of 80")
+
+
+@pytest.mark.parametrize(
+    ("colocate", "left_bytes", "sentence"),
+    [
+        ("split", -(10**9), r"got about \d+.\d GB for a rank and 8.1 GB for a server .* need 90% of it at most"),
+        ("release", -(10**9), "need 90% of it at most; lower trainer.token_budget"),
+        ("split", 40 * 10**6, r"leaves 40.0 MB, need 58.7 MB for the cache of one .* 2,048 tokens; .*colocate=release"),
+    ],
+)
+def test_both_sides_that_do_not_fit_one_gpu_are_refused_with_both_figures(
+    colocate: str, left_bytes: int, sentence: str
+) -> None:
+    num_bytes = round((_peak(20_480) + BESIDE + left_bytes) / MARGIN)
+    gpu = Gpu("small", num_bytes, num_bytes)
+    settings = _shared(colocate, num_ranks=1, token_budget=20_480)
+
+    with pytest.raises(UserError, match=sentence):
+        list(check_sharing(settings, (gpu,), {"actor": QWEN_1B5}))
+    assert "memory of a server" not in _levels(settings, _machine(gpu)), "the sum is what counts"
 
 
 def test_a_host_without_gpus_holds_ranks_and_servers_together() -> None:
