@@ -53,7 +53,7 @@ class InferenceClient:
         self._draws_by_seed = draws_by_seed(settings)
         self._generation = StreamClient(StreamTransport(max_connections=max_streams))
         self.administration = make_client(max_connections=NUM_ADMIN_CONNECTIONS)
-        self._streams = TokenStreams(self._generation, self.administration, settings)
+        self._streams = TokenStreams(self._generation, self.administration, settings, pool.clock)
         parser = settings.tool_call_parser
         self.call_parser = EngineCallParser(pool, self.administration, name=parser) if parser is not None else None
         """The servers' own, where ``inference.tool_call_parser`` names one."""
@@ -98,10 +98,14 @@ class InferenceClient:
             )
         completion = Completion(prompt_ids, sampling_params, on_tokens=on_tokens)
         with spans.completion(self._model, len(prompt_ids), sampling_params) as span:
-            with anyio.move_on_after(self._settings.total_deadline_s):
-                turn, server = await self._complete(completion, preferred)
-                spans.note_turn(span, turn, server_id=server.id)
-                return turn, server
+            try:
+                async with self.pool.clock.timeout(self._settings.total_deadline_s) as deadline:
+                    turn, server = await self._complete(completion, preferred)
+                    spans.note_turn(span, turn, server_id=server.id)
+                    return turn, server
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
             raise GenerationError(
                 f"generation: got {len(completion.output_ids)} of at most {sampling_params['max_new_tokens']} tokens "
                 f"within inference.total_deadline_s = {self._settings.total_deadline_s:g} s"

@@ -14,6 +14,7 @@ import anyio
 
 from areal_async.errors import GenerationError
 from areal_async.process.bell import Bell
+from areal_async.process.pausable_clock import PausableClock
 from areal_async.telemetry import wait_graph
 
 MIN_ROOM_TOKENS = 7
@@ -65,6 +66,8 @@ class ServerHandle:
     """Time for which swaps have paused it, summed."""
     past_groups: set[str] = field(default_factory=set)
     """Update groups that its processes have joined."""
+    card: str = ""
+    """As ``ServerState.card``."""
     is_held: bool = False
     """It changes its weights in place; what was sent to it now would run on what is left of the old ones."""
 
@@ -82,6 +85,8 @@ class ServerPool:
 
     def __init__(self, server_ids: list[str], *, deadline_s: float) -> None:
         self.servers = {server_id: ServerHandle(server_id) for server_id in server_ids}
+        self.clock = PausableClock()
+        """What deadlines of generation go by: it stands while all servers are held up on purpose."""
         self._deadline_s = deadline_s
         self._num_tokens_of_gone = 0
         self._changed = Bell()
@@ -196,7 +201,7 @@ class ServerPool:
     async def _wait(self, place: asyncio.Future[ServerHandle]) -> None:
         """Wait until there is a place; one that comes together with a cancellation is the caller's to give back."""
         while not place.done():
-            await asyncio.wait([place], timeout=self._deadline_s)
+            await self.clock.wait([place], self._deadline_s)
             if not place.done() and not any(one.is_serviceable for one in self.servers.values()):
                 states = ", ".join(f"{one.id} ({one.fence or one.doubt})" for one in self.servers.values())
                 raise GenerationError(

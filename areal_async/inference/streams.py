@@ -19,6 +19,7 @@ from areal_async.inference.completion import Completion
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import TRANSPORT_ERRORS, ServerApi, StreamClient, refusal
 from areal_async.inference.pool import ServerHandle
+from areal_async.process.pausable_clock import PausableClock
 from areal_async.telemetry import spans, tracing, wait_graph
 from areal_async.telemetry.wait_graph import Wait
 
@@ -53,11 +54,17 @@ class TokenStreams:
     """One request at a time for each completion that is under way, on the server that was chosen for it."""
 
     def __init__(
-        self, generation: StreamClient, administration: httpx.AsyncClient, settings: InferenceSettings
+        self,
+        generation: StreamClient,
+        administration: httpx.AsyncClient,
+        settings: InferenceSettings,
+        clock: PausableClock,
     ) -> None:
+        """Take the clock that deadlines go by."""
         self._generation = generation
         self._administration = administration
         self._settings = settings
+        self._clock = clock
 
     async def receive(self, server: ServerHandle, completion: Completion) -> None:
         """Receive as much of the completion as one stream gives.
@@ -98,7 +105,7 @@ class TokenStreams:
         num_before, is_silent = len(completion.output_ids), True
         try:
             async with (
-                asyncio.timeout(limit_s) as deadline,
+                self._clock.timeout(limit_s) as deadline,
                 self._generation.post(f"{server.url}/generate", body, headers=tracing.headers()) as response,
             ):
                 if response.status_code != 200:
@@ -119,7 +126,7 @@ class TokenStreams:
                         due_s = now_s() + limit_s
                         if due_s > renewed_until_s:  # now and then: a timer moved at each event costs more than it
                             renewed_until_s = due_s + DEADLINE_SLACK * limit_s
-                            deadline.reschedule(renewed_until_s)
+                            deadline.renew(renewed_until_s - now_s())
         except TimeoutError as exc:
             if not deadline.expired():
                 raise

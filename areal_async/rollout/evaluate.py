@@ -42,7 +42,7 @@ async def publish_result(node: NodeContext, ticket: EvalTicket, result: EvalResu
 
 async def _answer(node: NodeContext, ticket: EvalTicket, work: Work) -> EvalResult:
     policy = node.policy(node.settings.eval_sampling_of(ticket.workflow), f"eval.{ticket.answer}")
-    call = WorkflowCall(node.workflow(ticket.workflow, node.settings), [policy], work=work)
+    call = WorkflowCall(node.workflow(ticket.workflow, node.settings), [policy], work=work, clock=node.clock)
     (ending,) = await call.endings(Prompt(epoch=0, index=ticket.index, row=ticket.row))
     reward, error = 0.0, ""
     if isinstance(ending, Scores):

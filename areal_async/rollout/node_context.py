@@ -10,6 +10,7 @@ from areal_async.api import GroupWorkflow, Workflow
 from areal_async.bus import Bus
 from areal_async.config.settings import Settings
 from areal_async.errors import UserError
+from areal_async.process.pausable_clock import PausableClock
 from areal_async.protocol.publish_log import PublishLog
 from areal_async.protocol.types import Slot, SlotStatus
 from areal_async.rollout.backpressure import Backpressure
@@ -57,6 +58,8 @@ class NodeContext(PolicyMaker):
     workflows: Mapping[str, Workflow | GroupWorkflow]
     frozen: Mapping[str, FrozenModel | FrozenReward] = field(default_factory=dict)
     """The models that are not trained, by the names of their policies."""
+    clock: PausableClock = field(default_factory=PausableClock)
+    """What deadlines of episodes go by."""
     counts: Counts = field(default_factory=Counts)
     backpressure: Backpressure = field(default_factory=Backpressure)
     reading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(READS_AT_ONCE))

@@ -13,6 +13,7 @@ from typing import Any
 from areal_async.api import GroupWorkflow, Policy, RewardModel, Workflow, is_group_workflow
 from areal_async.config.settings import Settings
 from areal_async.errors import Reject, RolloutError, WorkflowError
+from areal_async.process.pausable_clock import PausableClock
 from areal_async.protocol.types import Prompt, Trajectory
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.named_policies import FrozenModel, FrozenReward, role_sampling
@@ -106,10 +107,12 @@ class WorkflowCall:
         *,
         work: object = None,
         deadline_s: float | None = None,
+        clock: PausableClock | None = None,
     ) -> None:
         """Take one policy for each sibling that the call is for.
 
         Args:
+            clock: that its deadline goes by; None for one that never stops.
             work: what is told of who holds up the event loop (``loop_block_report.Work``).
             deadline_s: in seconds; ``None`` takes the task's.
         """
@@ -119,6 +122,7 @@ class WorkflowCall:
         self._policies = policies
         self._what = f"workflow {workflow.name}"
         self._work = work
+        self._clock = clock
         self._deadline_s = workflow.rollout.episode_deadline_s if deadline_s is None else deadline_s
         self._agent_failures: list[list[RolloutError]] = [[] for _ in policies]
         """What the last requests of each sibling's agents came to, as the function ended."""
@@ -161,7 +165,8 @@ class WorkflowCall:
             Reject: it withdrew.
         """
         try:
-            return await TaskScope(self._what, self._work).run(self._call(prompt), deadline_s=self._deadline_s)
+            scope = TaskScope(self._what, self._work)
+            return await scope.run(self._call(prompt), deadline_s=self._deadline_s, clock=self._clock)
         except DeadlineExceeded:
             raise WorkflowError(f"{self._what}: ran past rollout.episode_deadline_s = {self._deadline_s:g} s") from None
         finally:

@@ -19,6 +19,7 @@ import anyio
 import structlog
 
 from areal_async.errors import WorkflowError
+from areal_async.process.pausable_clock import PausableClock
 from areal_async.rollout.user_code.boundary import describe
 
 T = TypeVar("T")
@@ -53,8 +54,11 @@ class TaskScope:
         self.is_over = False
         """What starts in this scope from now on ends at its first step."""
 
-    async def run(self, work: Coroutine[Any, Any, T], *, deadline_s: float) -> T:
+    async def run(self, work: Coroutine[Any, Any, T], *, deadline_s: float, clock: PausableClock | None = None) -> T:
         """Run user code as the scope's first task and return what it returns; see the module.
+
+        Args:
+            clock: that the deadline goes by; None for one that never stops.
 
         Raises:
             DeadlineExceeded: it did not end within ``deadline_s``.
@@ -65,7 +69,7 @@ class TaskScope:
         with _entered(self):
             task = loop.create_task(work)
         try:
-            await asyncio.wait([task], timeout=deadline_s)
+            await (clock or PausableClock()).wait([task], deadline_s)
             is_done = task.done()
         finally:
             if self.tasks:

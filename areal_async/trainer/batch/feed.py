@@ -10,7 +10,6 @@ Order of effects: an outcome is stored, and only then the messages it speaks of 
 messages stay until ``on_checkpoint``.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 
 import anyio
@@ -23,6 +22,7 @@ from areal_async.config.settings import Settings
 from areal_async.errors import StreamFullError, WireError
 from areal_async.process.bell import Bell
 from areal_async.process.failpoints import failpoint
+from areal_async.process.pausable_clock import PausableClock
 from areal_async.protocol.events import GroupDead
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.run_state import Changes
@@ -55,6 +55,8 @@ class BatchFeed:
         self._limits = TrainingLimits(settings)
         self._caught_up = {"inbox": anyio.Event(), "tickets": anyio.Event()}
         self._changed = Bell()
+        self.clock = PausableClock()
+        """What groups are waited for by: it stands while the trainer holds up their generation."""
         self.waits_for = "the first trajectories"
 
     # what the trainer asks for
@@ -156,7 +158,7 @@ class BatchFeed:
                 num_seen = self._changed.num_rings
                 if self._room is not StreamRoom.AMPLE:
                     await self.make_room()
-                match planner.decide(now=time.monotonic(), room=self._room):
+                match planner.decide(now=self.clock.time(), room=self._room):
                     case Settle(group_ids, kind, reason):
                         await self.settle(group_ids, kind, reason=reason, step=planner.step)
                     case Cut() as entry:
