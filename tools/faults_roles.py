@@ -103,6 +103,30 @@ def trainer_killed_before_acks(case: Case) -> None:
     _run_past_points(case, [(point, case.rng.randint(2, 3))])
 
 
+@row(
+    "6c", "turns on one GPU: the trainer killed in its turn, then a server while its memory is released", is_random=True
+)
+def turn_broken(case: Case) -> None:
+    stop = case.rng.randint(3, 5)
+    run = case.new_run(
+        faults=f"trainer.has_cards:2:kill trainer.before_step:{stop}:stop", run__steps=16, inference__colocate="release"
+    )
+    run.start()
+    run.wait_until(lambda: run.has_fired("trainer.has_cards") or not run.is_alive, "the trainer to be killed")
+    case.recovered(run.wait_for_progress())
+    run.wait_until(lambda: run.has_fired("trainer.before_step") or not run.is_alive, "the trainer to be stopped")
+    case.note(f"killed in turn no. 2; a server killed in the next trainer's turn no. {stop}")
+    num_failed = len(run.events("node-0", "server.failed"))
+    for server in run.pids("areal_async.inference.embedded"):
+        send_signal(server, signal.SIGKILL)
+    run.wait_until(lambda: len(run.events("node-0", "server.failed")) > num_failed, "the server to be missed")
+    case.check(not run.pids("areal_async.inference.embedded"), "a server was started in the trainer's turn")
+    send_signal(run.role_pid("trainer"), signal.SIGCONT)
+    case.recovered(run.wait_for_progress())
+    run.finish()
+    case.check_steps()
+
+
 @row("24", "everything killed at once, and resumed", is_random=True, is_quick=True)
 def everything_killed(case: Case) -> None:
     run = case.new_run(run__steps=16)

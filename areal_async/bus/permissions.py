@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from areal_async.protocol.subjects import (
     ADMITTED,
+    CARD,
     CHANGES,
     CHECKPOINT,
     CONTROL,
@@ -80,10 +81,10 @@ def permissions(role: Role, names: Names) -> Permissions:
             publish += _consume(names.tickets_stream, names.nodes_consumer)
             publish += _consume(names.eval_stream, names.eval_nodes_consumer)
             publish += _read(names, names.outcomes_stream, names.trajectories_stream)
-            subscribe += _keys(names, CHANGES, CONTROL, RUN_STATE, LAUNCHER, "weights.>", "fleet.>", f"{NODES}>")
+            subscribe += _keys(names, CARD, CHANGES, CONTROL, RUN_STATE, LAUNCHER, "weights.>", "fleet.>", f"{NODES}>")
         case Role.TRAINER:
             publish += [names.cuts, names.outcomes, names.dead_groups, names.weights]
-            publish += _keys(names, LINEAGE, CHECKPOINT, "weights.>")
+            publish += _keys(names, LINEAGE, CHECKPOINT, CARD, "weights.>")
             publish += _consume(names.trajectories_stream, "*")
             publish += _api(
                 names.trajectories_stream,

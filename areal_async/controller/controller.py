@@ -31,9 +31,10 @@ from areal_async.controller.evaluation_schedule import EvaluationSchedule
 from areal_async.controller.failure_detector import FailureDetector
 from areal_async.controller.liveness import LivenessWatch
 from areal_async.controller.no_step_alarm import NoStepAlarm
-from areal_async.controller.reports import RunProgress
+from areal_async.controller.reports import RunProgress, TrainersHold
 from areal_async.controller.steering import RunSteering
 from areal_async.controller.tasks import Tasks
+from areal_async.controller.watch import silence_after
 from areal_async.errors import ConflictError, FencedError, PipelineError
 from areal_async.process.failpoints import failpoint
 from areal_async.protocol.run_state import Changes, Control, RunState, ServerState
@@ -90,6 +91,9 @@ class Controller:
             progress=self._progress,
             may_rest=lambda: self._steering.control.is_paused and not self.evaluation.waits_for,
             detector=detector or FailureDetector(),
+            hold=TrainersHold(
+                max_s=settings.rollout.episode_deadline_s, silence_s=silence_after(settings.run.watchdog_s)
+            ),
         )
         self.waits_for = ""
 

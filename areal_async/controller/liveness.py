@@ -15,12 +15,13 @@ import structlog
 from areal_async.bus import Bus
 from areal_async.config.settings import RunSettings
 from areal_async.controller.failure_detector import FailureDetector
-from areal_async.controller.reports import AwakeClock, Reports, RunProgress
+from areal_async.controller.reports import AwakeClock, Reports, RunProgress, TrainersHold
 from areal_async.controller.watch import explain, silence_after
 from areal_async.errors import ConflictError, WireError
 from areal_async.protocol.events import ServerFenced
 from areal_async.protocol.run_state import DISOWNED, ServerState
 from areal_async.protocol.wire import decode_json
+from areal_async.telemetry import wait_graph
 from areal_async.telemetry.wait_graph import Stall
 
 MAX_INTERVAL_S = 1.0
@@ -41,6 +42,7 @@ class LivenessWatch:
     may_rest: Callable[[], bool]
     """Says whether nothing is to move once what was admitted is done, as in a run that is paused."""
     detector: FailureDetector
+    hold: TrainersHold
     reports: Reports = field(default_factory=Reports)
 
     async def run_reports(self) -> None:
@@ -79,6 +81,8 @@ class LivenessWatch:
         while True:
             await anyio.sleep(interval_s)
             self.progress.clock_s = clock.tick(time.monotonic())
+            if self.hold.is_on(self.reports.by_name.get(wait_graph.TRAINER), now_s=self.progress.clock_s):
+                self.progress.note()  # nothing is generated, as the trainer has the servers' GPUs
             if self.may_rest() and self._has_nothing_to_finish:
                 self.progress.note()  # nothing moves because nobody wants it to
             if self.progress.quiet_s >= self.run.watchdog_s:
@@ -100,7 +104,7 @@ class LivenessWatch:
             if state.fenced or state.node_id not in gone:
                 continue
             silent_s = round(self.detector.silent_s(state.node_id))
-            disowned = msgspec.structs.replace(state, version="", fenced=True, reason=DISOWNED)
+            disowned = msgspec.structs.replace(state, version="", fenced=True, reason=DISOWNED, card="")
             try:
                 self.detector.note_own(key, await self.bus.compare_and_set(key, disowned, revision))
             except ConflictError:

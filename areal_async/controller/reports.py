@@ -80,7 +80,29 @@ class ProcessReport:
     waits: WaitReport = field(default_factory=WaitReport)
     servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Servers of a node by id, each with ``version`` and ``fence``."""
+    hold: str = ""
+    """Step, by the version it makes, for which the trainer holds up generation."""
     progress: tuple[Any, ...] = ()
+
+
+class TrainersHold:
+    """Whether the trainer holds up generation for a step, so that nothing need move: not for ever, nor in silence."""
+
+    def __init__(self, *, max_s: float, silence_s: float) -> None:
+        """Take how long one hold may last, and for how long its trainer may say nothing."""
+        self._max_s = max_s
+        self._silence_s = silence_s
+        self._hold = ""
+        self._since_s = 0.0
+
+    def is_on(self, trainer: ProcessReport | None, *, now_s: float) -> bool:
+        """Judge by what the trainer said last."""
+        hold = "" if trainer is None else trainer.hold
+        if hold != self._hold:
+            self._hold, self._since_s = hold, now_s
+        if trainer is None or not hold:
+            return False
+        return now_s - self._since_s <= self._max_s and now_s - trainer.heard_s <= self._silence_s
 
 
 class Reports:
@@ -102,6 +124,7 @@ class Reports:
             waits_for=str(said.get("waits_for") or ""),
             waits=_waits_in(role, said),
             servers=servers_in(said),
+            hold=str(said.get("hold") or "") if name == wait_graph.TRAINER else "",
             progress=tuple(said.get(key) for key in PROGRESS.get(role, ())),
         )
         before = self.by_name.get(name)

@@ -68,6 +68,7 @@ class Fleet:
             is_frozen=bool(frozen),
         )
         self.target = self._around.target
+        self.card = self._around.card
         self._num_wanted = settings.inference.num_servers
         self._members: dict[int, anyio.CancelScope] = {}
         self._changed = anyio.Event()
@@ -114,6 +115,9 @@ class Fleet:
             await self._dismiss(server, api)
         finally:
             await process.stop()
+            was_shared, server.card = bool(server.card), ""
+        if was_shared:
+            await self._around.publish(server)
         log.info("server.left", server_id=server_id)
         del self._members[index]
         self._changed.set()

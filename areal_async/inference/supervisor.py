@@ -79,6 +79,7 @@ class ServerSupervisor:
         """Start the server and keep it going until it has to be restarted; return why."""
         self._server.incarnation = uuid4().hex
         await self._around.fence(self._server, STARTING)
+        await self._around.card.start_using(self._server, self._around.publish)
         try:
             await self._process.start(self._api, deadline_s=self._around.settings.start_deadline_s)
         except (ServerFault, UserError) as exc:

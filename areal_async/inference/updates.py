@@ -10,6 +10,7 @@ started with.
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from uuid import uuid4
 
 import anyio
@@ -17,12 +18,21 @@ import structlog
 
 from areal_async.config.settings import InferenceSettings
 from areal_async.errors import UserError
+from areal_async.inference.card import Card
 from areal_async.inference.commands import NO_VERSION, choose_backend
 from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.servers import HEALTH_DEADLINE_S
-from areal_async.inference.swap import Staging, SwapTimes, abandon, check_version, swap, swap_by_broadcast
+from areal_async.inference.swap import (
+    ORDER_DEADLINE_S,
+    Staging,
+    SwapTimes,
+    abandon,
+    check_version,
+    swap,
+    swap_by_broadcast,
+)
 from areal_async.inference.verify import Verifier
 from areal_async.process.bell import Bell
 from areal_async.protocol.types import ADAPTER, UpdateGroup, Version, WeightsVersion
@@ -68,6 +78,11 @@ class FleetContext:
     """The servers keep the weights that they start with; nothing is announced to them."""
     staging: Staging = field(default_factory=Staging)
 
+    @cached_property
+    def card(self) -> Card:
+        """Whose turn it is on the GPUs; who waits for a new target hears of it too."""
+        return Card(self.target.changed, self.pool.clock)
+
     async def fence(self, server: ServerHandle, reason: str) -> None:
         """Send nothing more to a server, and say so."""
         self.pool.fence(server, reason)
@@ -89,9 +104,9 @@ class Updater:
     async def run(self) -> str:
         """Follow the announcements until the server has to be restarted; return why.
 
-        consumes:     announced weights versions
+        consumes:     announced weights versions, and the trainer's turns on the GPUs
         waits for:    the next one that it can take
-        produces:     a server that holds the newest
+        produces:     a server that holds the newest, and is out of the way in those turns
         unblocked by: an announcement
 
         Raises:
@@ -100,6 +115,12 @@ class Updater:
         if self._around.is_frozen:
             return await self._run_frozen()
         while True:
+            if self._around.card.hold:
+                try:
+                    await self._give_way()
+                except ServerFault as exc:
+                    return f"sharing a GPU: {exc}"
+                continue
             order = self._next()
             if order is None:
                 await self._around.target.changed.wait()
@@ -122,6 +143,23 @@ class Updater:
                         await self._wait_for_files(order, str(exc))
             except ServerFault as exc:
                 return f"weights {order.version}: {exc}"
+
+    async def _give_way(self) -> None:
+        """Have the server give its cache's memory to the trainer, and take it again when that is done.
+
+        It goes on with what it had under way, unless nobody can be sure of its weights: then it stays paused.
+
+        Raises:
+            ServerFault: it does not answer, or has not the memory that it gave back.
+        """
+        self.is_updating = True
+        await self._api.pause("retract", deadline_s=ORDER_DEADLINE_S)
+        await self._api.release_memory(deadline_s=ORDER_DEADLINE_S)
+        await self._around.card.stay_away(self._server, self._around.publish)
+        await self._api.resume_memory(deadline_s=ORDER_DEADLINE_S)
+        if self._server.version:
+            await self._api.resume(deadline_s=ORDER_DEADLINE_S)
+        self.is_updating = False
 
     async def _run_frozen(self) -> str:
         """Admit a server that says it runs what it was started with, and leave it alone; return why it does not."""

@@ -1,6 +1,6 @@
 """What operators want of a run, how its processes fare, and what it is: values of keys in the run's bucket."""
 
-from areal_async.protocol.fields import Count, NumServers, OptionalVersionText, TokenText
+from areal_async.protocol.fields import Count, NumServers, OptionalVersionText, TokenText, VersionText
 from areal_async.protocol.types import Record
 
 
@@ -110,6 +110,22 @@ class ServerState(Record, frozen=True, kw_only=True):
     """Why it was fenced the last time, other than to be started."""
     unreadable: str = ""
     """Why the files of the weights that it should hold cannot be loaded; empty once some were."""
+    card: str = ""
+    """``used`` while it may take memory of a GPU that it has in turns with the trainer; the version of the trainer's
+    hold while it takes none until that is over; empty where it shares none."""
+
+
+class CardHold(Record, frozen=True, kw_only=True):
+    """KV ``card``: whether the trainer has the GPUs to itself that it shares with servers in turns.
+
+    It writes this again and again while it has them, so that a hold which is not written any more is over.
+    """
+
+    version: VersionText
+    """Of the step that it has them for."""
+    is_held: bool
+    beat: Count = 0
+    """Number of times that this hold was written before."""
 
 
 class FleetSize(Record, frozen=True, kw_only=True):

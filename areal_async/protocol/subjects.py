@@ -10,6 +10,7 @@ RUN_NAME = re.compile(r"[a-z0-9_-]{1,48}")
 TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 
 ADMITTED = "admitted"
+CARD = "card"
 CHANGES = "changes"
 CHECKPOINT = "checkpoint"
 CONTROL = "control"

@@ -20,7 +20,8 @@ from areal_async.inference.client import InferenceClient
 from areal_async.inference.fleet import LEFT, Fleet
 from areal_async.inference.pool import ServerHandle
 from areal_async.process.gc_pauses import spare_pauses
-from areal_async.protocol.run_state import FleetSize, ServerState
+from areal_async.protocol.run_state import CardHold, FleetSize, ServerState
+from areal_async.protocol.subjects import CARD
 from areal_async.protocol.types import WeightsVersion
 from areal_async.protocol.wire import MAX_REASON_CHARACTERS
 from areal_async.rollout.endpoint.server import AgentEndpoint
@@ -100,11 +101,17 @@ class _Node:
         workflows = {task.name: load_workflow(task.workflow, policies=settings.policies) for task in settings.tasks}
         taken = {name for one in workflows.values() for name in policies_taken(one, settings.policies)}
         check_all_taken(settings.policies, taken)
+        if settings.inference.colocate == "release":
+            self._fleet.card.look = self._look_at_card
+            self._fleet.card.hear(await self._look_at_card())
         max_streams = 2 * settings.rollout.max_trajectories_per_node + MAX_EVALUATIONS + SPARE_STREAMS
         try:
             async with anyio.create_task_group() as services:
                 for service in (self._fleet.run, self._run_size, self._run_weights, self._run_claims):
                     services.start_soon(service)
+                if self._fleet.card.look is not None:
+                    services.start_soon(self._fleet.card.run_lease)
+                    services.start_soon(self._run_card)
                 codec = await anyio.to_thread.run_sync(load_codec, settings.model.path, settings.rollout.template)
                 spare_pauses()
                 async with (
@@ -136,6 +143,7 @@ class _Node:
                         frozen=frozen,
                         endpoint=endpoint,
                         call_parser=client.call_parser,
+                        clock=self._fleet.pool.clock,
                     )
                     pace = Pace()
                     services.start_soon(self._watchdog.run_beats)
@@ -180,6 +188,14 @@ class _Node:
             log.info("weights.announced", version=version.version, kind=version.kind)
             self._fleet.target.announce(version)
 
+    async def _run_card(self) -> None:
+        """Follow whether the trainer has the GPUs; the supervisors keep their servers out of its way."""
+        async for said in self._bus.watch_key(CARD, CardHold, poll_s=POLL_S):
+            self._fleet.card.hear(said)
+
+    async def _look_at_card(self) -> CardHold | None:
+        return (await self._bus.get(CARD, CardHold))[0]
+
     async def _run_size(self) -> None:
         """Follow the number of servers that the operator wants."""
         key = self._bus.names.fleet_key(self._node_id)
@@ -207,7 +223,7 @@ class _Node:
                 server = self._fleet.pool.servers.get(said.server_id)
                 is_its_key = key == self._bus.names.server_key(said.server_id)
                 if said.node_id == self._node_id and not (server and is_its_key) and not said.fenced:
-                    gone = msgspec.structs.replace(said, version="", fenced=True, reason=LEFT)
+                    gone = msgspec.structs.replace(said, version="", fenced=True, reason=LEFT, card="")
                     with suppress(ConflictError):
                         await self._bus.compare_and_set(key, gone, revision)
                         log.warning("server.unknown", key=key, server_id=said.server_id, version=said.version)
@@ -229,6 +245,7 @@ class _Node:
             reason=server.fence[:MAX_REASON_CHARACTERS],
             failure=server.failure[:MAX_REASON_CHARACTERS],
             unreadable=server.unreadable[:MAX_REASON_CHARACTERS],
+            card=server.card,
         )
 
     async def _publish_state(self, server: ServerHandle) -> None:

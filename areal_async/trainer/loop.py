@@ -11,6 +11,8 @@ rank; which steps exist is decided by the journal alone.
 """
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from areal_async.trainer.batch.feed import BatchFeed
 from areal_async.trainer.batch.payloads import GONE, RankShard
 from areal_async.trainer.batch.reader import JournalReader
 from areal_async.trainer.batch.step import StepResult, metrics_line
+from areal_async.trainer.card_turns import CardTurns
 from areal_async.trainer.health import HISTORY_STEPS, Health
 from areal_async.trainer.output.archive import MetricsFile
 from areal_async.trainer.output.checkpointer import Checkpointer
@@ -47,6 +50,8 @@ class Trainer:
     metrics_file: MetricsFile
     feed: BatchFeed | None
     """Rank 0's alone."""
+    turns: CardTurns | None = None
+    """Rank 0's alone; None where no GPU is shared with servers in turns."""
     last_line: Metrics | None = field(default=None, init=False)
     _wants_stop: bool = field(default=False, init=False)
     _state: str = field(default="starting", init=False)
@@ -123,19 +128,20 @@ class Trainer:
         for step in self.reader.journal.steps_to_replay():
             self._state = f"replaying step {step}"
             shard = await self.runner.fetch_again(self.reader.journal.cut_to_replay(step))
-            missing = await self.runner.exchange(shard, stop=self._wants_stop)
-            if missing is None:
-                return False
-            gone = [key for key, why in missing.items() if why == GONE]
-            if gone:
-                log.warning("replay.ended", step=step, num_missing=len(gone))
-                if self.feed is not None:
-                    why = f"{len(gone)} of its payloads are gone, of group {gone[0][0]} for one"
-                    await self.feed.give_up_cuts(after_step=self.step, why=why)
-                break
-            # What cannot be trained for another reason falls out, as it does when a cut is new.
-            self._begin_step(shard.cut.step)
-            result = await self.runner.run(shard, missing, waited_s=0.0)
+            async with self._turn(step):
+                missing = await self.runner.exchange(shard, stop=self._wants_stop)
+                if missing is None:
+                    return False
+                gone = [key for key, why in missing.items() if why == GONE]
+                if gone:
+                    log.warning("replay.ended", step=step, num_missing=len(gone))
+                    if self.feed is not None:
+                        why = f"{len(gone)} of its payloads are gone, of group {gone[0][0]} for one"
+                        await self.feed.give_up_cuts(after_step=self.step, why=why)
+                    break
+                # What cannot be trained for another reason falls out, as it does when a cut is new.
+                self._begin_step(shard.cut.step)
+                result = await self.runner.run(shard, missing, waited_s=0.0)
             await self._record(result, weights_s=0.0)
             if self.step == due_step:
                 await self._checkpoint()
@@ -164,11 +170,12 @@ class Trainer:
                 if shard is None:
                     await self._checkpoint_now()  # to make room: there may be none to go on with
                     continue
-                missing = await self.runner.exchange(shard, stop=self._wants_stop)
-                if missing is None:
-                    return
-                self._begin_step(shard.cut.step)
-                result = await self.runner.run(shard, missing, waited_s=time.monotonic() - since)
+                async with self._turn(shard.cut.step):
+                    missing = await self.runner.exchange(shard, stop=self._wants_stop)
+                    if missing is None:
+                        return
+                    self._begin_step(shard.cut.step)
+                    result = await self.runner.run(shard, missing, waited_s=time.monotonic() - since)
                 weights_since = time.monotonic()
                 await self._publish_weights()
                 await self._record(result, weights_s=time.monotonic() - weights_since)
@@ -176,6 +183,17 @@ class Trainer:
                     await self._checkpoint()
                 if self.feed is not None:
                     self.feed.allow(self.step + 1)
+
+    @asynccontextmanager
+    async def _turn(self, step: int) -> AsyncIterator[None]:
+        """Have the GPUs for a step, from before its first collective, for which all ranks wait, to after its last."""
+        if self.turns is None:
+            yield
+            return
+        before, self._state = self._state, f"taking the GPUs for step {step}"
+        async with self.turns.turn(step):
+            self._state = before
+            yield
 
     def _begin_step(self, step: int) -> None:
         self._state = f"training step {step}"

@@ -22,6 +22,7 @@ from areal_async.telemetry.exporters.traces import recording
 from areal_async.trainer.batch.feed import BatchFeed
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.reader import JournalReader
+from areal_async.trainer.card_turns import CardTurns
 from areal_async.trainer.engine.checkpoint import CheckpointWriter
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
@@ -56,6 +57,8 @@ class _Begin(msgspec.Struct):
 def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     """Train as one rank until the run's last step, a stop, or an error."""
     deadline_s = RANK_DEADLINE_S + 2 * settings.inference.transfer_deadline_s
+    if settings.inference.colocate == "release":
+        deadline_s += settings.inference.start_deadline_s  # rank 0 may wait for servers that share its GPU
     with joined_ranks(deadline_s=deadline_s, num_threads=settings.trainer.num_threads) as ranks:
         logging.configure(f"trainer-{ranks.rank}", run_directory / "logs")
         stacks.install(stacks.path_for(run_directory, f"trainer-{ranks.rank}"))
@@ -118,6 +121,11 @@ async def _run_rank(
             lineage=begin.lineage,
             feed=feed,
         )
+        turns = None
+        if feed is not None and settings.inference.colocate == "release":
+            turns = CardTurns(bus, feed.lineage, start_deadline_s=settings.inference.start_deadline_s, clock=feed.clock)
+            await turns.begin(restored_step)
+            loops.start_soon(turns.run_beats)
         trainer = Trainer(
             settings=settings,
             runner=runner,
@@ -127,6 +135,7 @@ async def _run_rank(
             health=Health(settings.health, bus),
             metrics_file=MetricsFile(run_directory / "metrics.jsonl"),
             feed=feed,
+            turns=turns,
         )
         if lineage is not None:
             loops.start_soon(publisher.run_repairs)
@@ -200,6 +209,7 @@ def _state(bus: Bus, trainer: Trainer, rank: int) -> dict[str, Any]:
     now: dict[str, Any] = {"rank": rank, "waits": wait_graph.report(wait_graph.rank(rank))}
     if rank == 0:
         now |= {"state": trainer.state, "waits_for": trainer.waits_for, "step": trainer.step}
+        now |= {"hold": "" if trainer.turns is None else trainer.turns.hold}
         now |= {"num_dead_letters": bus.num_dead_letters, "alarms": trainer.health.sentences}
     return now
 

@@ -164,6 +164,8 @@ class StepRunner:
             await self._give_up_culprits(shard, missing, batch, exc)
             raise
         failpoint("trainer.after_step")
+        if self.settings.inference.colocate == "release":
+            await self.threads.engine.run(self.engines.release_memory)
         train_s = time.monotonic() - train_since
         if self._dims.is_reporting_rank:
             await self._archive(trained, batch, made)

@@ -10,7 +10,8 @@ from areal_async.errors import ConflictError, FencedError
 from areal_async.process.failpoints import failpoint
 from areal_async.protocol.events import CheckpointWritten, Event, WeightsAnnounced
 from areal_async.protocol.journal import Journal
-from areal_async.protocol.subjects import CHECKPOINT, LINEAGE
+from areal_async.protocol.run_state import CardHold
+from areal_async.protocol.subjects import CARD, CHECKPOINT, LINEAGE
 from areal_async.protocol.types import CheckpointRecord, Cut, CutKind, LineageRecord, Outcome, Version, WeightsVersion
 
 
@@ -121,6 +122,10 @@ class Lineage:
         await self._bus.publish_event(WeightsAnnounced(version=weights.version))
         failpoint("trainer.after_announce")
 
+    async def hold_cards(self, hold: CardHold) -> None:
+        """Say whether the trainer has the GPUs that it shares with servers."""
+        await self._write(CARD, hold)
+
     async def record_checkpoint(self, checkpoint: CheckpointRecord, *, event: Event | None = None) -> None:
         """Make ``checkpoint`` the one a restart begins from. It must be on disk, whole and synced.
 
@@ -148,7 +153,7 @@ class Lineage:
             self.checkpoint = mine if mine.path else None
             return
 
-    async def _write(self, key: str, record: WeightsVersion | CheckpointRecord) -> None:
+    async def _write(self, key: str, record: WeightsVersion | CheckpointRecord | CardHold) -> None:
         if key not in self._revisions:
             held, self._revisions[key] = await self._bus.get(key, type(record))
             if held is not None and Version.parse(held.version).lineage > self.number:

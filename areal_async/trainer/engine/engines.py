@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from areal_async.config.settings import Settings
@@ -94,6 +95,11 @@ class Engines:
     def trained(self) -> dict[str, TrainState]:
         """What a checkpoint holds, by role. No collective."""
         return {ACTOR: self.actor.trained} | ({"critic": self.critic.trained} if self.critic is not None else {})
+
+    def release_memory(self) -> None:
+        """Give what a step has left with torch's allocator back to the GPU, for the servers that share it."""
+        if self.actor.dims.all.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def save_checkpoint(self, directory: Path, ledger: bytes) -> None:
         """Write everything that is trained, and the ledger of rank 0, as one atomic folder. A collective."""
