@@ -15,7 +15,7 @@ def train_in_the_engines_thread(ranks: Ranks, model: Path, dtype: str) -> dict[s
     """Train a step as the trainer does, beside its loop; say on which other devices it has a context."""
     engine = engine_of(model, ranks, dtype=dtype, token_budget=32)
     rows = random_rows(7)[ranks.rank :: 2]
-    stats = anyio.run(EngineThread().run, lambda: engine.train_step(rows, step=1, total_steps=1))
+    stats = anyio.run(EngineThread(ranks.device).run, lambda: engine.train_step(rows, step=1, total_steps=1))
     others = range(torch.cuda.device_count() if ranks.device.type == "cuda" else 0)
     return {
         "device": str(ranks.device),
