@@ -20,7 +20,7 @@ from areal_async.doctor.preflight.machine import Gpu, Machine
 from areal_async.errors import UserError
 
 STATE_BYTES = 16
-"""Per parameter: itself, its gradient and AdamW's two moments, all float32."""
+"""Per parameter: itself, its gradient and AdamW's two moments, all float32 and shared by the ranks."""
 ACTIVATION_BYTES = 17
 """Per token, hidden unit and byte of a number, kept for a layer's backward pass where attention keeps no scores.
 
@@ -83,12 +83,16 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
         layer = max(self.num_parameters - embedding, 0) / max(self.num_layers, 1)
         # Two layers are whole at once, the one that computes and the next, and the embedding all the time.
         gathered = (2 * layer + embedding) * number / model_ranks if num_shards > model_ranks or offloads else 0
+        # One row's gradients: those of the embedding and the head from first to last, those of one layer, and the copy
+        # of either that is on its way to the ranks.
+        flowing = (layer + embedding) * number + max(layer, embedding) * NUM_BYTES[trainer.reduce_dtype]
+        flowing = 0 if trainer.lora.is_on else flowing / model_ranks
         per_layer = ACTIVATION_BYTES * number * self.hidden * trainer.token_budget / trainer.tensor_parallel
         num_layers = self.num_layers / trainer.pipeline_parallel
         kept = number * self.hidden * trainer.token_budget
         activations = kept * num_layers + per_layer if trainer.activation_checkpointing else per_layer * num_layers
         on_device = 0 if offloads else state
-        return int(on_device + gathered + activations + HEAD_COPIES * HEAD_CHUNK_BYTES)
+        return int(on_device + gathered + flowing + activations + HEAD_COPIES * HEAD_CHUNK_BYTES)
 
     def frozen_bytes(self, trainer: TrainerSettings, *, dtype: str) -> int:
         """Return what a rank of a reference takes, which is never trained."""

@@ -82,20 +82,12 @@ def test_checkpoints_load_in_another_layout(four: tuple[Path, Path, list[dict[st
     assert seen[0]["loaded"] == pytest.approx(json.loads((directory / "of_one.json").read_text()), rel=1e-6)
 
 
-def test_gradients_cross_the_ranks_once_however_many_rows_they_are_of(
-    four: tuple[Path, Path, list[dict[str, Any]]],
-) -> None:
-    """Once for each of the two layers and once for what is around them."""
-    for one in four[2]:
-        assert [update["dtypes"] for update in one["exact"]] == [["torch.float32"] * 3] * 2
-
-
 def test_compressed_gradients_cross_the_ranks_in_half_the_bytes(
     four: tuple[Path, Path, list[dict[str, Any]]],
 ) -> None:
     for one in four[2]:
-        exact, compressed = one["exact"][1], one["compressed"]
-        assert compressed["dtypes"] == ["torch.bfloat16"] * 3
+        exact, compressed = one["exact"], one["compressed"]
+        assert (exact["dtypes"], compressed["dtypes"]) == ({"torch.float32"}, {"torch.bfloat16"})
         assert 0 < abs(compressed["grad_norm"] / exact["grad_norm"] - 1) < 1e-2
 
 

@@ -12,6 +12,9 @@ same terms of it.
 A batch is divided into as many rows as the schedule takes (``fit_rows``); where there are too few sequences for that,
 empty rows fill it up and train nothing.
 
+Invariant: between two rows a rank keeps the gradients of its own shard alone. Each row's are reduce-scattered, block by
+block, while it goes back; what copies of a shard have to say to each other (HSDP) waits for the last row.
+
 Source: Narayanan et al. 2021, Efficient large-scale language model training on GPU clusters, arXiv 2104.04473.
 """
 
@@ -24,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining._backward import stage_backward
 
 from areal_async.algorithms.objective import LossTerms
 from areal_async.trainer.engine.parallel.dims import PP, ParallelDims
@@ -75,12 +79,26 @@ class WholeModel(Generic[T]):
         return outputs
 
     def train(self, rows: Sequence[PackedRow], loss: Loss[T], *, scale: float) -> Iterator[LossTerms]:
-        """Run row by row; gradients are summed locally and cross the ranks once, with the last row."""
+        """Run row by row, each forward and back before the next."""
         for number, row in enumerate(rows):
-            cast(FSDPModule, self._model).set_requires_gradient_sync(number == len(rows) - 1)
+            cast(FSDPModule, self._model).set_requires_all_reduce(number == len(rows) - 1)
             terms = loss(number, row, cast(Any, self._model)(row))
             (terms.loss * scale).backward()
             yield LossTerms(loss=terms.loss.detach(), sums=terms.sums, maxima=terms.maxima)
+
+
+class _ShardedStage(PipelineStage):
+    """A stage sharded by FSDP2 that treats microbatches as ``WholeModel`` does rows.
+
+    torch's own keeps the gradients whole, and the parameters gathered, until the last microbatch.
+    """
+
+    def backward_maybe_with_nosync(
+        self, _backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], None]:
+        """Go back through one microbatch: all at once (``full``), as these schedules do."""
+        cast(FSDPModule, self.submod).set_requires_all_reduce(last_backward)
+        return stage_backward(**bwd_kwargs), None
 
 
 class PipelineExecution(Generic[T]):
@@ -102,7 +120,7 @@ class PipelineExecution(Generic[T]):
         return self._run(rows, None, scale=1.0)
 
     def train(self, rows: Sequence[PackedRow], loss: Loss[T], *, scale: float) -> Iterator[LossTerms]:
-        """Run the rows forward and back; gradients are summed locally and cross the data-parallel ranks once."""
+        """Run the rows forward and back; those of tied weights meet when all are done."""
         outputs = self._run(rows, loss, scale=scale)
         self._model.share_gradients()
         for number, (row, output) in enumerate(zip(rows, outputs, strict=True)):
@@ -138,7 +156,7 @@ class PipelineExecution(Generic[T]):
         )
         first, last = torch.empty(1, 1, device="meta"), torch.empty(1, device="meta")
         stages: list[Any] = [
-            PipelineStage(
+            _ShardedStage(
                 stage,
                 number,
                 model.num_stages,
