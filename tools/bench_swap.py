@@ -102,7 +102,8 @@ async def serving(arguments: argparse.Namespace, folder: Path) -> AsyncIterator[
     pool = ServerPool(["s0"], deadline_s=START_DEADLINE_S)
     async with InferenceClient(pool, inference, max_streams=2 * arguments.streams, vocab_size=1 << 20) as client:
         try:
-            await process.start(ServerApi(client.administration, ""), deadline_s=START_DEADLINE_S)
+            api = ServerApi(client.administration, "")
+            await process.start(api, silence_s=START_DEADLINE_S, bound_s=START_DEADLINE_S)
             pool.servers["s0"].admin_key = process.command.admin_key
             pool.admit(pool.servers["s0"], url=process.url, version="0-0")
             yield client, pool.servers["s0"]

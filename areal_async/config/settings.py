@@ -183,6 +183,10 @@ class RolloutSettings(Section):
         return self.episode_deadline_s + 60.0
 
 
+NUM_SILENCES = 6
+"""Times ``start_deadline_s`` that a start may take in all."""
+
+
 class InferenceSettings(Section):
     """The servers of each node."""
 
@@ -225,7 +229,13 @@ class InferenceSettings(Section):
     total_deadline_s: float | None = Field(default=None, gt=0)
     """Seconds one completion may take in all, waiting for a server included; ``None`` leaves that to its episode's."""
     start_deadline_s: float = Field(default=600.0, gt=0)
-    """Seconds a server may take until it is healthy."""
+    """Seconds for which a server that is not healthy yet may add nothing to its log; in all it may take six times as
+    long: kernels are compiled, and weights may have to be downloaded."""
+
+    @property
+    def start_bound_s(self) -> float:
+        """Derived: seconds a server may take until it is healthy, however much it has to say."""
+        return NUM_SILENCES * self.start_deadline_s
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -96,7 +96,8 @@ async def visited_servers(
     try:
         async with make_client(max_connections=NUM_CONNECTIONS) as client, anyio.create_task_group() as tasks:
             if own is not None:
-                await own.start(ServerApi(client, ""), deadline_s=settings.inference.start_deadline_s)
+                silence_s, bound_s = settings.inference.start_deadline_s, settings.inference.start_bound_s
+                await own.start(ServerApi(client, ""), silence_s=silence_s, bound_s=bound_s)
                 urls = [own.url]
             facts = [await ask(client, url) for url in urls]
             for fact in facts:

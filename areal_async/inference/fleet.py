@@ -59,7 +59,7 @@ class Fleet:
         self._prefix = f"{node_id}-{frozen}_" if frozen else f"{node_id}-"
         self._first_gpu = first_gpu
         self._log_directory = log_directory
-        self.pool = ServerPool([], deadline_s=settings.inference.start_deadline_s)
+        self.pool = ServerPool([], deadline_s=settings.inference.start_bound_s)
         self._around = FleetContext(
             settings=settings.inference,
             pool=self.pool,

@@ -6,6 +6,8 @@ Invariant: it never outlives this process, and a start that fails says why in th
 import os
 import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -34,7 +36,9 @@ log = structlog.get_logger()
 class ServerProcess:
     """A process that runs a ``ServerCommand``; may be started again once it was stopped."""
 
-    def __init__(self, command: ServerCommand, *, log_path: Path) -> None:
+    def __init__(self, command: ServerCommand, *, log_path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Take the clock by which it is waited for, in seconds."""
+        self._clock = clock
         self.command = command
         self.log_path = log_path
         self._log_start = 0
@@ -56,8 +60,12 @@ class ServerProcess:
             return lines[-1].removeprefix("error: ")
         return " | ".join(lines[-MAX_TAIL_LINES:])
 
-    async def start(self, api: ServerApi, *, deadline_s: float) -> None:
+    async def start(self, api: ServerApi, *, silence_s: float, bound_s: float) -> None:
         """Start it and return when it is healthy; ``api`` is pointed at it.
+
+        Args:
+            silence_s: for how long its log may stay as it is. One that compiles or downloads takes long, and says so.
+            bound_s: for how long it may take in all.
 
         Raises:
             ServerFault: it was killed by a signal: somebody else's doing.
@@ -67,18 +75,19 @@ class ServerProcess:
         for _ in range(MAX_PORT_TRIES):
             await self._spawn()
             api.url, api.admin_key = self.url, self.command.admin_key
-            with anyio.move_on_after(deadline_s):
-                if await self._becomes_healthy(api):
-                    log.info("server.started", server_id=self.command.id, url=self.url, pid=self._pid)
-                    return
-                if "address already in use" in self.last_words.lower():
-                    continue
-                if self._returncode is not None and self._returncode < 0:
-                    raise ServerFault(f"killed by signal {-self._returncode} while starting: {self.last_words}")
-                cause = f"ended with status {self._returncode} while starting: {self.last_words}"
-                raise UserError(f"{name}: {cause}; {place}")
-            cause = f"not healthy within {deadline_s:g} s, its last words: {self.last_words}"
-            raise UserError(f"{name}: {cause}; {place}; raise inference.start_deadline_s if it is only slow")
+            late = await self._becomes_healthy(api, silence_s=silence_s, bound_s=bound_s)
+            if late:
+                cause = f"{late}, its last words: {self.last_words}"
+                raise UserError(f"{name}: {cause}; {place}; raise inference.start_deadline_s if it is only slow")
+            if self._returncode is None:
+                log.info("server.started", server_id=self.command.id, url=self.url, pid=self._pid)
+                return
+            if "address already in use" in self.last_words.lower():
+                continue
+            if self._returncode < 0:
+                raise ServerFault(f"killed by signal {-self._returncode} while starting: {self.last_words}")
+            cause = f"ended with status {self._returncode} while starting: {self.last_words}"
+            raise UserError(f"{name}: {cause}; {place}")
         raise UserError(f"{name}: no free port in {MAX_PORT_TRIES} tries: {self.last_words}")
 
     async def wait_ended(self) -> str:
@@ -119,10 +128,24 @@ class ServerProcess:
                 env={**os.environ, **self.command.environment},
             )
 
-    async def _becomes_healthy(self, api: ServerApi) -> bool:
-        """Wait until it is healthy (True) or has ended (False)."""
-        while self._returncode is None:
-            if await api.is_healthy(deadline_s=HEALTH_DEADLINE_S):
-                return True
+    async def _becomes_healthy(self, api: ServerApi, *, silence_s: float, bound_s: float) -> str:
+        """Wait until it is healthy or has ended; return why it is waited for no longer, where it is neither."""
+        started = last_sign = self._clock()
+        size_bytes = self._log_bytes
+        while self._returncode is None and not await api.is_healthy(deadline_s=min(HEALTH_DEADLINE_S, silence_s)):
+            now = self._clock()
+            if self._log_bytes != size_bytes:
+                size_bytes, last_sign = self._log_bytes, now
+            if now - last_sign > silence_s:
+                return f"not healthy, and without a sign of life in its log for {silence_s:g} s"
+            if now - started > bound_s:
+                return f"not healthy within {bound_s:g} s"
             await anyio.sleep(POLL_S)
-        return False
+        return ""
+
+    @property
+    def _log_bytes(self) -> int:
+        try:
+            return self.log_path.stat().st_size
+        except OSError:  # removed under it
+            return 0

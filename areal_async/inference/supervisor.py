@@ -77,11 +77,12 @@ class ServerSupervisor:
 
     async def _run_process(self) -> str:
         """Start the server and keep it going until it has to be restarted; return why."""
+        settings = self._around.settings
         self._server.incarnation = uuid4().hex
         await self._around.fence(self._server, STARTING)
         await self._around.card.start_using(self._server, self._around.publish)
         try:
-            await self._process.start(self._api, deadline_s=self._around.settings.start_deadline_s)
+            await self._process.start(self._api, silence_s=settings.start_deadline_s, bound_s=settings.start_bound_s)
         except (ServerFault, UserError) as exc:
             if isinstance(exc, UserError) and not self._has_started:
                 raise

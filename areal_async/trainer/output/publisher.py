@@ -151,12 +151,12 @@ class WeightsPublisher:
         """Wait until every unfenced server holds ``version``: nothing older is sampled from now on.
 
         Raises:
-            PipelineError: they had time enough to start and to load it, twice over.
+            PipelineError: they had time enough to start and to load it.
         """
         if self.lineage is None:
             return
-        # A server may need all of it to start, and as much again to load.
-        deadline_s = 2 * self.settings.start_deadline_s
+        # A server may need all of the one to start, and then the other to load.
+        deadline_s = self.settings.start_bound_s + self.settings.start_deadline_s
         ends_at = anyio.current_time() + deadline_s
         while not should_stop():
             servers = await self._servers()

@@ -1,6 +1,7 @@
 """A server process is started with the right command, says why it cannot, and never outlives its parent."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
 from areal_async.config.settings import InferenceSettings, ModelSettings, Settings
@@ -128,7 +130,7 @@ async def test_started_server_gets_its_secret_and_so_does_who_administrates_it(t
     process = ServerProcess(command, log_path=tmp_path / "server.log")
     async with make_client(max_connections=2) as http:
         api = ServerApi(http, "")
-        await process.start(api, deadline_s=100)
+        await process.start(api, silence_s=100, bound_s=100)
         try:
             environment = environment_at(process.port)
         finally:
@@ -152,18 +154,18 @@ async def test_started_server_answers_and_is_gone_after_stop(tmp_path: Path) -> 
     process = ServerProcess(fake_command(), log_path=tmp_path / "logs" / "server.log")
     async with make_client(max_connections=2) as http:
         api = ServerApi(http, "")
-        await process.start(api, deadline_s=100)
+        await process.start(api, silence_s=100, bound_s=100)
         assert await api.weight_version(deadline_s=60) == "0-0"
         await process.stop()
         assert not await api.is_healthy(deadline_s=60)
 
 
-async def start_in_vain(command: ServerCommand, directory: Path, *, deadline_s: float = 30) -> Exception:
+async def start_in_vain(command: ServerCommand, directory: Path) -> Exception:
     """Return why a server did not start."""
     process = ServerProcess(command, log_path=directory / "server.log")
     async with make_client(max_connections=2) as http:
         with pytest.raises((UserError, ServerFault)) as raised:
-            await process.start(ServerApi(http, ""), deadline_s=deadline_s)
+            await process.start(ServerApi(http, ""), silence_s=100, bound_s=100)
         await process.stop()
     return raised.value
 
@@ -200,14 +202,67 @@ async def test_cause_before_the_last_line_is_quoted_too(tmp_path: Path) -> None:
     assert "starting: ValueError: no such weights | signal from a child process | ending; its log" in str(error)
 
 
+class Start:
+    """A server that writes what it is told to, and a clock that goes on by ten seconds with each look."""
+
+    def __init__(self, directory: Path) -> None:
+        self.orders = directory / "orders"
+        os.mkfifo(self.orders)
+        script = f"import time\nfor line in open({str(self.orders)!r}): print(line, flush=True)\ntime.sleep(600)"
+        self.process = ServerProcess(
+            python_command(script), log_path=directory / "server.log", clock=lambda: 10.0 * self.num_looks
+        )
+        self.num_looks = 0
+
+    async def go(self, *, num_lines: int, num_looks: int, bound_s: float) -> None:
+        """Start it. Before each look it writes a line, while there are any, and is healthy at the last of the looks."""
+        lines = iter(range(num_lines))
+
+        def look(request: httpx.Request) -> httpx.Response:
+            self.num_looks += 1
+            if self.num_looks == 1:
+                self.pen = self.orders.open("w")
+            if (line := next(lines, None)) is not None:
+                self.pen.write(f"shard {line}\n")
+                self.pen.flush()
+                while f"shard {line}\n" not in self.process.log_path.read_text():
+                    os.sched_yield()
+            return httpx.Response(200 if self.num_looks == num_looks else 503)
+
+        async with httpx.AsyncClient(transport=httpx.MockTransport(look)) as http:
+            try:
+                await self.process.start(ServerApi(http, ""), silence_s=25, bound_s=bound_s)
+            finally:
+                await self.process.stop()
+                self.pen.close()
+
+
 @pytest.mark.anyio
-async def test_server_that_never_becomes_healthy_is_quoted_too(tmp_path: Path) -> None:
-    script = "print('loading', flush=True); import time; time.sleep(600)"
+async def test_server_may_take_long_to_start_while_its_log_grows(tmp_path: Path) -> None:
+    start = Start(tmp_path)
 
-    error = await start_in_vain(python_command(script), tmp_path, deadline_s=2)
+    await start.go(num_lines=9, num_looks=11, bound_s=1000)
 
-    assert isinstance(error, UserError)
-    assert "not healthy within 2 s, its last words: loading; its log" in str(error)
+    assert start.num_looks == 11
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("num_lines", "bound_s", "told"),
+    [
+        (
+            2,
+            1000,
+            "not healthy, and without a sign of life in its log for 25 s, its last words: shard 0 | shard 1; its",
+        ),
+        (99, 50, "not healthy within 50 s, its last words: shard 1 | shard 2 | shard 3 | shard 4 | shard 5; its log"),
+    ],
+)
+async def test_server_that_falls_silent_or_talks_for_ever_is_quoted(
+    tmp_path: Path, num_lines: int, bound_s: float, told: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(told)):
+        await Start(tmp_path).go(num_lines=num_lines, num_looks=99, bound_s=bound_s)
 
 
 def test_guarded_process_dies_when_its_parent_is_killed() -> None:
