@@ -21,7 +21,7 @@ from areal_async.telemetry.wait_graph import BROKER
 from areal_async.trainer.batch.payloads import fetch, slots_of
 from tools.faults_cases import Case, row
 from tools.faults_counts import SlotCounts
-from tools.faults_run import ENDLESS, FaultRun, send_signal
+from tools.faults_run import ENDLESS, HELD, FaultRun, send_signal
 
 NUM_KILLS = 10
 NUM_LARGE = 40
@@ -165,11 +165,12 @@ async def _fetch_large(bus: Bus, consumer: str) -> SlotCounts:
 
 @row("18", "poison messages among the trajectories", is_quick=True)
 def poison(case: Case) -> None:
-    run = case.new_run(run__steps=14)
+    run = case.new_run(run__steps=14, faults=f"{HELD}:3:stop")
     run.start()
-    run.wait_for_step(2)
+    trainer = run.wait_held()
     group_id = _last_stored_group(run)
     count = anyio.run(_poison, run, group_id)
+    send_signal(trainer, signal.SIGCONT)
     run.finish()
     stream = run.settings().names.trajectories_stream
     found = {one["sequence"] for one in run.events("trainer", "message.buried") if one["stream"] == stream}

@@ -19,7 +19,7 @@ from areal_async.bus.keys import HISTORY
 from areal_async.bus.permissions import permissions
 from areal_async.protocol.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, SETTINGS, Names
 from tools.faults_cases import Case, row
-from tools.faults_run import FaultRun, send_signal
+from tools.faults_run import HELD, FaultRun, send_signal
 
 NUM_TIMES = HISTORY + 4
 """Number of bad values that would push every good one of a key out."""
@@ -38,11 +38,9 @@ MISSING = b'{"seq": 999999}'
 
 @row("29", "a node's credentials: orders and keys, published and as answers of the broker", is_quick=True)
 def node_credentials(case: Case) -> None:
-    run = case.new_run(run__steps=NUM_STEPS)
+    run = case.new_run(run__steps=NUM_STEPS, faults=f"{HELD}:3:stop")
     run.start()
-    run.wait_for_step(2)
-    trainer = run.role_pid("trainer")
-    send_signal(trainer, signal.SIGSTOP)  # else the run may end before it has been struck by all of it
+    trainer = run.wait_held()
     anyio.run(_inject, case, run)
     num_steps_before = len(run.steps)
     case.check(num_steps_before < NUM_STEPS, "the run had ended before it was struck")

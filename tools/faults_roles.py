@@ -10,7 +10,7 @@ from areal_async.config.settings import TICKET_ACK_WAIT_S
 from areal_async.process.host import free_port
 from areal_async.telemetry.wait_graph import TRAINER, node
 from tools.faults_cases import Case, row
-from tools.faults_run import ENDLESS, REPOSITORY, FaultRun, send_signal
+from tools.faults_run import ENDLESS, HELD, REPOSITORY, FaultRun, send_signal
 
 NODE_POINTS = ("node.before_publish", "node.after_publish", "node.before_ack", "node.after_ack", "node.paused")
 TRAINER_POINTS = ("trainer.before_step", "trainer.after_step", "trainer.before_checkpoint", "trainer.during_checkpoint")
@@ -71,13 +71,16 @@ def _run_past_points(case: Case, faults: list[tuple[str, int]], **settings: Any)
 def node_killed(case: Case) -> None:
     point = NODE_POINTS[(case.seed - 1) % len(NODE_POINTS)]
     count = 2 if point == "node.paused" else case.rng.randint(2, 20)
-    run = case.new_run(faults=f"{point}:{count}:kill", run__steps=16)
+    # The trainer waits for the second kill: the run is in its middle then, however late that comes.
+    run = case.new_run(faults=f"{point}:{count}:kill {HELD}:12:stop", run__steps=16)
     case.note(f"killed at {point} no. {count} and once at random")
     run.start()
     run.wait_until(lambda: run.has_fired(point) or not run.is_alive, f"{point} to strike")
-    case.recovered(run.wait_for_progress())
+    before = run.num_acknowledged  # a step that is trained meanwhile is no sign of the node
+    case.recovered(run.wait_until(lambda: run.num_acknowledged > before or not run.is_alive, "the node's next work"))
     time.sleep(case.rng.uniform(0.0, 3.0))
     send_signal(run.role_pid("node"), signal.SIGKILL)
+    send_signal(run.wait_held(), signal.SIGCONT)
     case.recovered(run.wait_for_progress())
     run.finish()
     case.check_steps()

@@ -35,6 +35,8 @@ SMALL = {
 }
 ENDLESS = 100_000
 """Steps of a run that is stopped."""
+HELD = "trainer.before_step"
+"""Where the trainer of a run that must not end yet is stopped."""
 
 
 class FaultFailed(Exception):
@@ -260,6 +262,15 @@ class FaultRun:
     def has_fired(self, point: str) -> bool:
         """Say whether a fault point was reached and its fault carried out."""
         return any(self._fired.glob(f"{point}-*"))
+
+    def wait_held(self) -> int:
+        """Wait until the trainer stands still by a fault ``HELD:N:stop``: no run is over before it is struck.
+
+        Returns:
+            the process, which SIGCONT lets go on.
+        """
+        self.wait_until(lambda: self.has_fired(HELD) or not self.is_alive, "the trainer to stop")
+        return self.role_pid("trainer")
 
     @property
     def run_directory(self) -> RunDirectory:
