@@ -92,7 +92,7 @@ def controller_killed(case: Case) -> None:
     _run_past_points(case, [(point, case.rng.randint(2, 4)) for point in points])
 
 
-@row("6", "trainer: kill -9 between step and checkpoint", is_random=True, is_quick=True)
+@row("6", "trainer: kill -9 between step and checkpoint", is_random=True)
 def trainer_killed_before_checkpoint(case: Case) -> None:
     first = TRAINER_POINTS[case.seed % len(TRAINER_POINTS)]
     count = case.rng.randint(1, 2) if "checkpoint" in first else case.rng.randint(2, 8)
