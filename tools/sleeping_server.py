@@ -52,8 +52,8 @@ def _checksums(path: Path) -> Iterator[tuple[str, str]]:
 class SleepingServer(FakeSglang):
     """Every request gets its tokens one by one, at its own pace, however many there are."""
 
-    def __init__(self, *, version: str, token_s: float) -> None:
-        super().__init__(self._sleep, version=version)
+    def __init__(self, *, version: str, name: str, token_s: float) -> None:
+        super().__init__(self._sleep, version=version, name=name)
         self._token_s = token_s
         self._goes = asyncio.Event()
         self._goes.set()
@@ -100,10 +100,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--weight-version", default="0-0")
+    parser.add_argument("--served-model-name", default="sleeping")
     arguments, _ = parser.parse_known_args()
 
     async def serve() -> None:
-        server = SleepingServer(version=arguments.weight_version, token_s=float(os.environ.get(TOKEN_S, "0.1")))
+        name, token_s = arguments.served_model_name, float(os.environ.get(TOKEN_S, "0.1"))
+        server = SleepingServer(version=arguments.weight_version, name=name, token_s=token_s)
         await server.start(arguments.port)
         await asyncio.Event().wait()
 

@@ -28,6 +28,8 @@ SGLANG_ON_CPU = (
 MEMORY_SAVER = "--enable-memory-saver"
 """SGLang's flag without which it releases nothing when it is told to."""
 SGLANG_KEY = "--admin-api-key"
+NAME = "--served-model-name"
+NUM_NAME_BYTES = 8
 NUM_SECRET_BYTES = 32
 DETERMINISTIC = "--enable-deterministic-inference"
 """SGLang's flag without which it takes the seed of a request and does nothing with it."""
@@ -43,6 +45,8 @@ class ServerCommand:
     """What is added to that of the process that starts it: the secret too, which no command line of ours has."""
     admin_key: str = field(default="", repr=False)
     """The secret without which it is not administrated; empty for a server that needs none."""
+    name: str = ""
+    """What it says when it is asked what it serves, by which it is known; empty where it is not asked."""
 
     def on_port(self, port: int) -> list[str]:
         """Return the whole command line."""
@@ -52,7 +56,8 @@ class ServerCommand:
 def server_command(settings: Settings, *, server_id: str, index: int, first_gpu: int = 0) -> ServerCommand:
     """Return the command of server number ``index`` of a fleet whose GPUs begin at ``first_gpu``.
 
-    An embedded server gets a secret of its own. SGLang gets none, only what ``inference.flags`` give it: 0.5.23 takes
+    Each gets a name of its own, unless ``inference.flags`` give it one. Nobody else sees it: requests name no model.
+    An embedded server gets a secret too. SGLang gets none, only what ``inference.flags`` give it: 0.5.23 takes
     its key from the command line, writes it into its log and tells it to everybody who asks ``/server_info``.
     """
     inference = settings.inference
@@ -61,6 +66,8 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
     arguments = [python, "-m", "sglang.launch_server" if is_sglang else "areal_async.inference.embedded"]
     arguments += ["--model-path", settings.model.path, "--host", "127.0.0.1", "--weight-version", NO_VERSION]
     arguments += ["--dtype", settings.model.dtype]
+    name = _value_of(NAME, inference.flags) or f"areal_async-{secrets.token_hex(NUM_NAME_BYTES)}"
+    arguments += [NAME, name]
     arguments += ["--max-running-requests", str(inference.max_running_requests)]
     arguments += ["--stream-interval", str(inference.stream_interval)]
     arguments += ["--random-seed", str(_seed(settings.run.seed, server_id))]
@@ -84,7 +91,7 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
         arguments += ["--device", "auto", "--num-threads", str(inference.num_threads)]
     admin_key = _value_of(SGLANG_KEY, inference.flags) if is_sglang else secrets.token_urlsafe(NUM_SECRET_BYTES)
     environment |= {VARIABLE: admin_key} if admin_key else {}
-    return ServerCommand(server_id, (*arguments, *inference.flags), environment, admin_key)
+    return ServerCommand(server_id, (*arguments, *inference.flags), environment, admin_key, name)
 
 
 def choose_backend(inference: InferenceSettings) -> Literal["sglang", "embedded"]:

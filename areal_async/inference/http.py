@@ -159,6 +159,11 @@ class ServerApi:
         info = await self._call("GET", "/model_info", None, deadline_s)
         return str(info.get("weight_version", ""))
 
+    async def served_name(self, *, deadline_s: float) -> str:
+        """Return the name of the model that the server says it serves; an update from disk renames it."""
+        info = await self._call("GET", "/model_info", None, deadline_s)
+        return str(info.get("served_model_name", ""))
+
     async def context_tokens(self, *, deadline_s: float) -> int | None:
         """Return the longest prompt and answer together that the server takes; ``None`` where it does not say."""
         return context_tokens_of(await self._call("GET", "/server_info", None, deadline_s))

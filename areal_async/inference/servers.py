@@ -1,6 +1,7 @@
 """One server process: started on a port we pick, watched until it is healthy, ended with all it started.
 
-Invariant: it never outlives this process, and a start that fails says why in the server's own words.
+Invariant: it never outlives this process, a start that fails says why in the server's own words, and whoever else
+listens at its port is not taken for it.
 """
 
 import os
@@ -16,7 +17,7 @@ import structlog
 
 from areal_async.errors import UserError
 from areal_async.inference.commands import ServerCommand
-from areal_async.inference.faults import ServerFault
+from areal_async.inference.faults import RefusalFault, ServerFault
 from areal_async.inference.http import ServerApi
 from areal_async.process.children import end_session
 from areal_async.process.host import free_port
@@ -29,8 +30,14 @@ POLL_S = 0.1
 STOP_DEADLINE_S = 5.0
 MAX_TAIL_BYTES = 8192
 MAX_TAIL_LINES = 5
+MAX_NAME = 100
+"""Characters of a stranger's name that are repeated."""
 
 log = structlog.get_logger()
+
+
+class _StrangerError(Exception):
+    """Somebody else's server answers where ours was to."""
 
 
 class ServerProcess:
@@ -71,24 +78,31 @@ class ServerProcess:
             ServerFault: it was killed by a signal: somebody else's doing.
             UserError: it ended by itself, or was not healthy in time; with its last words.
         """
-        name, place = f"inference server {self.command.id}", f"its log is {self.log_path}"
+        name, place, taken = f"inference server {self.command.id}", f"its log is {self.log_path}", ""
         for _ in range(MAX_PORT_TRIES):
             await self._spawn()
-            api.url, api.admin_key = self.url, self.command.admin_key
-            late = await self._becomes_healthy(api, silence_s=silence_s, bound_s=bound_s)
+            api.url, api.admin_key = self.url, ""  # no secret for whoever may be there
+            try:
+                late = await self._becomes_healthy(api, silence_s=silence_s, bound_s=bound_s)
+            except _StrangerError as exc:
+                log.warning("server.not_ours", server_id=self.command.id, reason=str(exc))
+                taken = str(exc)
+                continue
             if late:
                 cause = f"{late}, its last words: {self.last_words}"
                 raise UserError(f"{name}: {cause}; {place}; raise inference.start_deadline_s if it is only slow")
             if self._returncode is None:
+                api.admin_key = self.command.admin_key
                 log.info("server.started", server_id=self.command.id, url=self.url, pid=self._pid)
                 return
             if "address already in use" in self.last_words.lower():
+                taken = self.last_words
                 continue
             if self._returncode < 0:
                 raise ServerFault(f"killed by signal {-self._returncode} while starting: {self.last_words}")
             cause = f"ended with status {self._returncode} while starting: {self.last_words}"
             raise UserError(f"{name}: {cause}; {place}")
-        raise UserError(f"{name}: no free port in {MAX_PORT_TRIES} tries: {self.last_words}")
+        raise UserError(f"{name}: no free port in {MAX_PORT_TRIES} tries: {taken}")
 
     async def wait_ended(self) -> str:
         """Wait until it ends by itself, and return what to say about it."""
@@ -129,10 +143,14 @@ class ServerProcess:
             )
 
     async def _becomes_healthy(self, api: ServerApi, *, silence_s: float, bound_s: float) -> str:
-        """Wait until it is healthy or has ended; return why it is waited for no longer, where it is neither."""
+        """Wait until it is healthy or has ended; return why it is waited for no longer, where it is neither.
+
+        Raises:
+            _StrangerError: it is another server that is healthy there.
+        """
         started = last_sign = self._clock()
         size_bytes = self._log_bytes
-        while self._returncode is None and not await api.is_healthy(deadline_s=min(HEALTH_DEADLINE_S, silence_s)):
+        while self._returncode is None and not await self._is_there(api, min(HEALTH_DEADLINE_S, silence_s)):
             now = self._clock()
             if self._log_bytes != size_bytes:
                 size_bytes, last_sign = self._log_bytes, now
@@ -142,6 +160,25 @@ class ServerProcess:
                 return f"not healthy within {bound_s:g} s"
             await anyio.sleep(POLL_S)
         return ""
+
+    async def _is_there(self, api: ServerApi, deadline_s: float) -> bool:
+        """Say whether it is healthy. Who answers at its port before it does may be anybody."""
+        if not await api.is_healthy(deadline_s=deadline_s):
+            return False
+        if not self.command.name:
+            return True
+        try:
+            served = await api.served_name(deadline_s=deadline_s)
+        except RefusalFault:
+            served = ""
+        except ServerFault:  # ask again
+            return False
+        if served != self.command.name:
+            says = (
+                f"it says that it serves {escaped(served)[:MAX_NAME]!r}" if served else "it does not say what it serves"
+            )
+            raise _StrangerError(f"a server that is not ours answers at port {self.port}: {says}")
+        return True
 
     @property
     def _log_bytes(self) -> int:

@@ -77,8 +77,9 @@ async def respond(writer: asyncio.StreamWriter, status: int, body: dict[str, Any
 class FakeSglang:
     """The server. Remembers every request and every administrative call."""
 
-    def __init__(self, script: Script | None = None, *, version: str = "1-0") -> None:
+    def __init__(self, script: Script | None = None, *, version: str = "1-0", name: str = "default") -> None:
         self.script = script or self._count
+        self.name = name
         self.version = version
         self.requests: list[dict[str, Any]] = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -179,6 +180,7 @@ class FakeSglang:
                 os._exit(3)
             sampled = [request["sampling_params"] for request in self.requests]
             answer = {"success": True, "weight_version": self.version, "sampling_params": sampled}
+            answer["served_model_name"] = self.name
             if route == "/weights_checker":
                 answer |= {"ranks": [{"checksums": self.checksums}], "per_engine_checksum": str(self.checksums)}
             await respond(writer, 200, answer)
@@ -220,14 +222,14 @@ class FakeSglang:
 def main() -> None:
     """Serve until killed; a model path that is no folder ends it as the real one does."""
     parser = argparse.ArgumentParser()
-    for flag in ("--model-path", "--host", "--port", "--weight-version"):
+    for flag in ("--model-path", "--host", "--port", "--weight-version", "--served-model-name"):
         parser.add_argument(flag)
     args, _ = parser.parse_known_args()
     if not Path(args.model_path).is_dir():
         raise SystemExit(f"error: model path {args.model_path} is no folder")
 
     async def serve() -> None:
-        server = FakeSglang(version=args.weight_version)
+        server = FakeSglang(version=args.weight_version, name=args.served_model_name)
         await server.start(int(args.port))
         await asyncio.Event().wait()
 

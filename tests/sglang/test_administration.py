@@ -15,6 +15,7 @@ from areal_async.inference.admin_key import VARIABLE
 from tests.sglang.conftest import SglangServer, find_sglang
 from tests.unit.inference.embedded_engine import Server, command, prompt_of
 
+NAME = "areal_async-0123456789abcdef"
 SECRET = "oNlYtHeNoDeKnOwS_-0123456789"
 ORDERS: dict[str, dict[str, Any]] = {
     "/pause_generation": {"mode": "abort"},
@@ -45,10 +46,10 @@ class LockedEngine(Server):
 @pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def locked(request: pytest.FixtureRequest, models: list[Path]) -> Iterator[Server]:
     if request.param == "embedded":
-        server: Server = LockedEngine(models[0])
+        server: Server = LockedEngine(models[0], "--served-model-name", NAME)
     else:
         find_sglang()
-        server = SglangServer(models[0], "--admin-api-key", SECRET)
+        server = SglangServer(models[0], "--admin-api-key", SECRET, "--served-model-name", NAME)
     yield server
     server.close()
 
@@ -61,6 +62,10 @@ def test_an_order_without_the_secret_is_refused_and_changes_nothing(locked: Serv
     assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
     assert locked.http.get("/model_info").json()["weight_version"] == "0-0"
     assert locked.generate(prompt_of(4), max_new_tokens=2)["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_a_server_tells_everybody_by_which_name_its_node_knows_it(locked: Server) -> None:
+    assert locked.http.get("/model_info").json()["served_model_name"] == NAME
 
 
 @pytest.mark.parametrize("route", ["/health", "/model_info", "/server_info", "/v1/loads"])

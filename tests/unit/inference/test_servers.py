@@ -11,15 +11,19 @@ from pathlib import Path
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from areal_async.config.settings import InferenceSettings, ModelSettings, Settings
 from areal_async.errors import UserError
+from areal_async.inference import servers
 from areal_async.inference.admin_key import VARIABLE
 from areal_async.inference.commands import ServerCommand, choose_backend, server_command
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi, make_client
 from areal_async.inference.servers import ServerProcess
+from areal_async.process.host import free_port
 from areal_async.process.parent_death import guarded
+from tests.fakes.fake_sglang import FakeSglang
 
 FAKES = Path(__file__).parents[2] / "fakes"
 
@@ -149,6 +153,55 @@ def environment_at(port: int) -> bytes:
     raise AssertionError(f"nobody serves at {port}")
 
 
+def named_command() -> ServerCommand:
+    fake = fake_command("--served-model-name", "ours-1")
+    return replace(fake, name="ours-1", admin_key="secret")
+
+
+@pytest.mark.parametrize("backend", ["embedded", "sglang"])
+def test_each_server_has_a_name_of_its_own_unless_its_flags_give_it_one(backend: str) -> None:
+    flags = ("--served-model-name", "theirs")
+    first, second, given = (
+        server_command(settings_of(backend=backend, flags=words), server_id="n0-0", index=0)
+        for words in ((), (), flags)
+    )
+
+    assert first.name != second.name
+    assert f"--served-model-name {first.name} " in " ".join(first.on_port(1))
+    assert (given.name, given.arguments[-2:]) == ("theirs", flags)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("name", "says"), [("ours-2", "it says that it serves 'ours-2'"), (None, "it does not say what it serves")]
+)
+async def test_a_strangers_server_at_the_port_is_not_admitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None, says: str
+) -> None:
+    """It is as healthy as ours would be; another of this package, or of another make."""
+    async with FakeSglang(name=name or "") as stranger, make_client(max_connections=2) as http:
+        if name is None:
+            stranger.failing["/model_info"] = (404, {})
+        taken = int(stranger.url.rpartition(":")[2])
+        ports = [taken, free_port()]
+        monkeypatch.setattr(servers, "free_port", lambda **_: ports.pop(0))
+        process, api = ServerProcess(named_command(), log_path=tmp_path / "server.log"), ServerApi(http, "")
+        with capture_logs() as entries:
+            await process.start(api, silence_s=100, bound_s=100)
+        await process.stop()
+
+        assert api.url != stranger.url
+        said = [entry["reason"] for entry in entries if entry["event"] == "server.not_ours"]
+        assert said == [f"a server that is not ours answers at port {taken}: {says}"]
+
+        monkeypatch.setattr(servers, "free_port", lambda **_: taken)
+        with pytest.raises(UserError, match=f"no free port in 5 tries: {re.escape(said[0])}$"):
+            await process.start(api, silence_s=100, bound_s=100)
+        await process.stop()
+    assert {route for route, _ in stranger.calls} <= {"/health", "/model_info"}, "it was only looked at"
+    assert set(stranger.authorizations) == {""}, "and was told no secret"
+
+
 @pytest.mark.anyio
 async def test_started_server_answers_and_is_gone_after_stop(tmp_path: Path) -> None:
     process = ServerProcess(fake_command(), log_path=tmp_path / "logs" / "server.log")
@@ -208,7 +261,9 @@ class Start:
     def __init__(self, directory: Path) -> None:
         self.orders = directory / "orders"
         os.mkfifo(self.orders)
-        script = f"import time\nfor line in open({str(self.orders)!r}): print(line, flush=True)\ntime.sleep(600)"
+        script = (
+            f"for line in open({str(self.orders)!r}): print(line, end='', flush=True)\nimport time; time.sleep(600)"
+        )
         self.process = ServerProcess(
             python_command(script), log_path=directory / "server.log", clock=lambda: 10.0 * self.num_looks
         )

@@ -31,6 +31,7 @@ class EngineOptions:
     port: int = _option(30000, int, help="0 takes a free port and logs it")
     weight_version: str = _option("default", help="label of the weights at --model-path")
     """The label of the weights found at ``model_path``; updates bring their own."""
+    served_model_name: str | None = _option(None, help="what it says it serves; --model-path by default")
     dtype: str = _option("auto", choices=["auto", "float32", "bfloat16", "float16"])
     device: str = _option("auto", help="auto, cpu, cuda or cuda:N")
     num_threads: int | None = _option(None, _optional_positive, help="torch threads")

@@ -69,6 +69,7 @@ class EngineService:
         self.options = options
         self.tokenizer = tokenizer
         self.model_path = options.model_path
+        self.served_model_name = options.served_model_name or options.model_path
         """Folder that the served weights came from; updates change it."""
         self.weight_version = options.weight_version
         own_id = None if tokenizer is None else tokenizer.eos_token_id
@@ -267,7 +268,7 @@ class EngineService:
         except WeightsError as exc:
             log.warning("weights.refused", model_path=path, reason=str(exc))
             raise WeightsError(f"Failed to update weights: {exc}.") from exc
-        self.model_path = path
+        self.model_path = self.served_model_name = path
         log.info("weights.updated", model_path=path, weight_version=self.weight_version)
         return order.outcome("Succeeded to update model weights.", is_flushed=is_flushed)
 

@@ -233,7 +233,7 @@ class ServiceRoutes:
         return JsonResponse(
             {
                 "model_path": service.model_path,
-                "served_model_name": service.model_path,
+                "served_model_name": service.served_model_name,
                 "tokenizer_path": service.options.model_path,
                 "is_generation": service.is_generation,
                 "preferred_sampling_params": None,
