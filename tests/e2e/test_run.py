@@ -6,6 +6,7 @@ Every test starts `python -m areal_async run` as a user would. Runs live in `tmp
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -230,31 +231,35 @@ def assert_one_is_given_up(run: Run, *, by_rank: int) -> None:
     assert len({row["group_id"] for row in first}) == 3  # of a batch of four
 
 
-def test_two_ranks_give_up_a_poisonous_group_train_stop_at_a_signal_resume_and_finish(tmp_path: Path) -> None:
+def test_two_ranks_give_up_a_poisonous_group_outlive_one_of_them_stop_at_a_signal_resume_and_finish(
+    tmp_path: Path,
+) -> None:
+    """A rank raises, then one is killed at its third step: both are started again each time."""
     run = Run(
-        tmp_path, "two-ranks", run__steps=9, trainer__num_ranks=2, algorithm__calls=poisonous_call(tmp_path, rank=1)
+        tmp_path, "two-ranks", run__steps=11, trainer__num_ranks=2, algorithm__calls=poisonous_call(tmp_path, rank=1)
     )
-    run.faults = "trainer.before_step:4:stop"
+    run.faults = "trainer.before_step:3:kill trainer.before_step:4:stop"  # each in one rank, whichever comes first
     with run.start() as process:
-        run.wait_for_fault("trainer.before_step", process)  # in either rank: the other one waits for it
+        run.wait_for_fault("trainer.before_step-4", process)  # in either rank: the other one waits for it
         process.send_signal(signal.SIGINT)
         continue_trainers(run)
         stopped = collect(process)
     assert stopped.returncode == 0, stopped.stdout
-    assert stopped.stdout.count("starting trainer again") == 1, stopped.stdout
-    assert 2 <= len(run.lines) < 9, "it was to stop in the middle"
+    assert stopped.stdout.count("starting trainer again") == 2, stopped.stdout
+    assert len(re.findall(r"trainer-[01] ended by SIGKILL", stopped.stdout)) == 1, stopped.stdout
+    assert 3 <= len(run.lines) < 11, "it was to stop in the middle"
     assert not role_processes(run, "trainer")
 
     resumed = run.finish()
 
     assert resumed.returncode == 0, resumed.stdout
-    assert_accounts(run, num_steps=9, max_staleness=2)
+    assert_accounts(run, num_steps=11, max_staleness=2)
     assert_one_is_given_up(run, by_rank=1)
     assert max(line["staleness_max"] for line in run.lines) > 0, "it was to run asynchronously"
     assert (run.directory / "model" / "model.safetensors").exists()
     assert (run.directory / "reward.png").stat().st_size > 1000
     evaluated = [json.loads(line) for line in (run.directory / "eval.jsonl").read_text().splitlines()]
-    assert [one["step"] for one in evaluated] == [0, 9]
+    assert [one["step"] for one in evaluated] == [0, 11]
 
 
 def test_broadcast_weights_are_on_policy_with_a_critic_and_a_reference_and_a_killed_server_comes_back_with_them(
