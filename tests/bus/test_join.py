@@ -467,4 +467,6 @@ async def test_an_invitation_without_credentials_finds_the_key_that_the_run_left
     assert dataclasses.replace(invitation, directory=tmp_path / "elsewhere").key is None
     assert localised(settings, other).bus.credentials == tmp_path / "mine.nk"
     assert localised(settings, other).bus.ca == tmp_path / "ca.pem"
+    shared = settings.model_copy(update={"inference": settings.inference.model_copy(update={"colocate": "release"})})
+    assert localised(shared, other).inference.colocate is None, "the trainer's GPUs are on the launcher's host"
     assert fresh_node_id() != fresh_node_id()

@@ -1,0 +1,53 @@
+"""What a server may take of a GPU that the trainer has too reaches its command line, and nobody else's."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_async.config.settings import InferenceSettings, Settings
+from areal_async.inference.card_share import VARIABLE, CardShare
+from areal_async.inference.commands import server_command
+from areal_async.launch.plan import plan_groups
+from areal_async.launch.run_directory import RunDirectory
+
+SHARE = CardShare(fraction=0.4375, cache_tokens=123_456)
+
+
+def _command(backend: str, colocate: str | None) -> tuple[str, ...]:
+    inference = InferenceSettings.model_validate({"backend": backend, "colocate": colocate})
+    return server_command(Settings(inference=inference), server_id="0-0", index=0).arguments
+
+
+def _has(arguments: tuple[str, ...], *flags: str) -> bool:
+    return any(arguments[at : at + len(flags)] == flags for at in range(len(arguments)))
+
+
+def test_the_launcher_hands_a_servers_share_to_its_node_alone(tmp_path: Path) -> None:
+    settings = Settings(inference=InferenceSettings(colocate="split"))
+
+    trainer, node, controller = plan_groups(settings, RunDirectory(tmp_path), gpus=("0",), share=SHARE)
+
+    handed = [group.make_specs()[0].environment.get(VARIABLE) for group in (trainer, node, controller)]
+    assert [handed[0], handed[2]] == [None, None]
+    assert CardShare.handed_over({VARIABLE: str(handed[1])}) == SHARE
+    assert CardShare.handed_over({}) is None
+
+
+def test_a_server_is_told_its_share_of_a_gpu_and_to_be_able_to_give_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv(VARIABLE, SHARE.environment[VARIABLE])
+
+    for colocate in ("split", "release"):
+        sglang, embedded = _command("sglang", colocate), _command("embedded", colocate)
+        assert _has(sglang, "--mem-fraction-static", "0.438")
+        assert _has(sglang, "--enable-memory-saver") is (colocate == "release")
+        assert _has(embedded, "--max-total-tokens", "123456")
+    apart = _command("sglang", None)
+    assert not _has(apart, "--mem-fraction-static", "0.438"), "as on a node that has joined from another host"
+
+
+def test_on_a_cpu_there_is_no_share_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv(VARIABLE, SHARE.environment[VARIABLE])
+
+    assert not {"--mem-fraction-static", "--enable-memory-saver"} & set(_command("sglang", "release"))
