@@ -245,10 +245,10 @@ def _check_trainable(causal_lm: Any, path: Path) -> None:
             f"model: got {path} of type {config.model_type}, whose weights are stored in another layout than they are "
             "trained in; need a dense decoder such as Qwen2, Qwen3 or Llama"
         )
-    check_attention(config, str(path))
     scaled = [name for name in HEAD_SCALES if getattr(config, name, None) not in (None, 1)]
     if scaled:
         raise UserError(
             f"model: got {path} of type {config.model_type} with {scaled[0]}={getattr(config, scaled[0])}, "
             "need a head without scaling, such as Qwen2's, Qwen3's or Llama's"
         )
+    check_attention(config, str(path))
