@@ -29,7 +29,8 @@ term 5 a s / h of attention's scores, which fused kernels do not keep.
 """
 HEAD_COPIES = 4
 """Chunks of float32 logits that are there at once in the backward pass of the head."""
-HEAD_CHUNK_BYTES = 64 << 20
+HEAD_CHUNK_BYTES = 1 << 30
+"""Of a chunk's float32 logits at most (``trainer.engine.model``); a row of fewer tokens has fewer."""
 PROCESS_BYTES = 500_000_000
 """Of a process that has loaded torch and transformers, before any model."""
 MARGIN = 0.9
@@ -92,7 +93,11 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
         kept = number * self.hidden * trainer.token_budget
         activations = kept * num_layers + per_layer if trainer.activation_checkpointing else per_layer * num_layers
         on_device = 0 if offloads else state
-        return int(on_device + gathered + flowing + activations + HEAD_COPIES * HEAD_CHUNK_BYTES)
+        logits = 4 * trainer.token_budget * self.vocab / trainer.tensor_parallel
+        head = HEAD_COPIES * min(logits, HEAD_CHUNK_BYTES)
+        if logits > HEAD_CHUNK_BYTES and number < 4 and not trainer.lora.is_on:
+            head += 4 * embedding / trainer.tensor_parallel  # chunks add the head's gradient up in float32
+        return int(on_device + gathered + flowing + activations + head)
 
     def frozen_bytes(self, trainer: TrainerSettings, *, dtype: str) -> int:
         """Return what a rank of a reference takes, which is never trained."""

@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from areal_async.config.settings import TrainerSettings
 from areal_async.errors import UserError
 from areal_async.process.gc_pauses import importing
 from areal_async.trainer.engine.attention import PACKED, Documents, check_attention, register_packed_attention
+from areal_async.trainer.engine.head import weight_of_chunks
 from areal_async.trainer.engine.lora import adapt
 from areal_async.trainer.engine.parallel.dims import PP, ParallelDims
 from areal_async.trainer.engine.parallel.stages import Skipped, StagedModel
@@ -28,8 +30,9 @@ from areal_async.trainer.packing.rows import PackedRow
 
 M = TypeVar("M", bound=nn.Module)
 
-HEAD_CHUNK_ELEMENTS = 1 << 24
-"""Logits held at once, in elements: with 150,000 words about 110 tokens, 64 MB in float32."""
+HEAD_CHUNK_ELEMENTS = 1 << 28
+"""Logits held at once, in elements: with 150,000 words about 1,800 tokens, 1 GiB in float32. Each chunk reads the whole
+weight and writes its gradient: with fewer tokens that traffic, not the arithmetic, would set the pace."""
 HEAD_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Settings of models whose logits are more than their head's output."""
 CAUSAL_LM, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
@@ -78,7 +81,7 @@ class PolicyModel(DecoderModel):
     @property
     def chunk_tokens(self) -> int:
         """Tokens whose logits are held at once, in the forward pass."""
-        return max(1, HEAD_CHUNK_ELEMENTS // num_local_words(cast(Any, self.decoder).get_output_embeddings()))
+        return max(1, HEAD_CHUNK_ELEMENTS // num_local_words(self._head))
 
     def read(self, hidden_TH: Tensor, row: PackedRow) -> tuple[Tensor, Tensor]:
         """Return logprob and entropy of every scored token, both [S]."""
@@ -89,13 +92,21 @@ class PolicyModel(DecoderModel):
         hidden, targets = hidden_SH.split(self.chunk_tokens), row.targets_S.split(self.chunk_tokens)
         one = row.temperature
         temperatures = one.split(self.chunk_tokens) if isinstance(one, Tensor) else [one] * len(hidden)
-        chunks = zip(hidden, targets, temperatures, strict=True)
+        weights = weight_of_chunks(self._head.weight, len(hidden))
+        chunks = zip(hidden, targets, temperatures, weights, strict=True)
         scored = [checkpoint(self._score, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.cat([logprobs for logprobs, _ in scored]), torch.cat([entropy for _, entropy in scored])
 
-    def _score(self, hidden_SH: Tensor, targets_S: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
-        head = cast(Any, self.decoder).get_output_embeddings()
-        logits_SV = head(hidden_SH).float() / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+    @property
+    def _head(self) -> nn.Linear:
+        return cast(nn.Linear, cast(Any, self.decoder).get_output_embeddings())
+
+    def _score(
+        self, hidden_SH: Tensor, targets_S: Tensor, temperature: float | Tensor, weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        head = self._head
+        outputs_SV = functional_call(head, {} if weight is None else {"weight": weight}, hidden_SH)
+        logits_SV = outputs_SV.float() / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
         if is_divided(head):
             return divided_scores(head, logits_SV, targets_S)
         log_probs_SV = F.log_softmax(logits_SV, dim=-1)

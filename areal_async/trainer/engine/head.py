@@ -1,0 +1,46 @@
+"""The gradient of a head that is used a chunk of tokens at a time.
+
+autograd adds the gradients of a weight's uses up in the weight's own dtype: over 150 chunks in bfloat16 the sum is off
+by percents, where a single use is off by the rounding of its result, 0.2 percent. Here the sum is in float32, and
+rounded once.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+def weight_of_chunks(weight: Tensor, count: int) -> list[Tensor]:
+    """Return the weight as each of ``count`` chunks is to use it, once."""
+    if weight.dtype == torch.float32 or not weight.requires_grad:
+        return [weight] * count
+    total = _Total(count)
+    return [cast(Tensor, _SummedInFloat32.apply(weight, total)) for _ in range(count)]  # type: ignore[no-untyped-call]
+
+
+class _Total:
+    """A sum of so many gradients."""
+
+    def __init__(self, count: int) -> None:
+        self._num_missing = count
+        self._sum: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> Tensor | None:
+        """Return the whole sum with the last gradient, nothing before."""
+        self._sum = gradient.float() if self._sum is None else self._sum.add_(gradient)
+        self._num_missing -= 1
+        return None if self._num_missing else self._sum.to(gradient.dtype)
+
+
+class _SummedInFloat32(torch.autograd.Function):
+    """A weight as it is, whose gradients go into a total."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, total: _Total) -> Tensor:
+        ctx.total = total
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.total.add(gradients[0]), None
