@@ -28,10 +28,12 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from areal_async.config.lora import LoraSettings
 from areal_async.errors import UserError
 from areal_async.process.atomic_folders import written_whole
+from areal_async.trainer.engine.parallel.dims import local_shard
 
 IN, OUT = "lora_A", "lora_B"
 """PEFT's names of an adapter's two matrices."""
@@ -45,17 +47,26 @@ class LoraLinear(nn.Linear):
     """A linear layer, frozen, with an adapter in float32."""
 
     def __init__(self, name: str, base: nn.Linear, settings: LoraSettings) -> None:
-        """Take over the parameters of ``base``. Equal names begin with equal numbers, on every rank and layout."""
+        """Take over the parameters of ``base``; ``reset_adapter`` says what the adapter's are."""
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.rank, self.scale = settings.rank, settings.scale
         self.has_adapter_on = True
-        drawn = torch.empty(settings.rank, base.in_features)
-        nn.init.kaiming_uniform_(
-            drawn, a=math.sqrt(5), generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        )
-        self.lora_A = nn.Parameter(drawn.to(base.weight.device))
-        self.lora_B = nn.Parameter(torch.zeros(base.out_features, settings.rank, device=base.weight.device))
+        self._seed = zlib.crc32(name.encode())
+        device = base.weight.device
+        self.lora_A = nn.Parameter(torch.empty(settings.rank, base.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.empty(base.out_features, settings.rank, device=device))
+
+    @torch.no_grad()
+    def reset_adapter(self) -> None:
+        """Let the adapter begin, sharded or not. Equal names begin with equal numbers, on every rank and layout."""
+        drawn = torch.empty(self.lora_A.shape)
+        nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=torch.Generator().manual_seed(self._seed))
+        if isinstance(self.lora_A, DTensor):
+            mesh, placements = self.lora_A.device_mesh, self.lora_A.placements
+            drawn = distribute_tensor(drawn, mesh, placements, src_data_rank=None).to_local()
+        local_shard(self.lora_A).copy_(drawn)
+        local_shard(self.lora_B).zero_()
 
     def forward(self, input: Tensor) -> Tensor:
         """Return what the layer and, unless it is off, its adapter make of ``input`` [..., in]: [..., out]."""

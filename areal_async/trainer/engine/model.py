@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from areal_async.config.settings import TrainerSettings
 from areal_async.errors import UserError
-from areal_async.process.gc_pauses import importing
-from areal_async.trainer.engine.attention import PACKED, Documents, check_attention, register_packed_attention
+from areal_async.trainer.engine.attention import Documents, check_attention
 from areal_async.trainer.engine.head import weight_of_chunks
-from areal_async.trainer.engine.lora import adapt
-from areal_async.trainer.engine.parallel.dims import PP, ParallelDims
+from areal_async.trainer.engine.loading import CAUSAL_LM, CLASSIFIER, StoredWeights, empty_decoder, materialize
+from areal_async.trainer.engine.lora import adapt, adapters
+from areal_async.trainer.engine.parallel.dims import PP, ParallelDims, local_shard
 from areal_async.trainer.engine.parallel.stages import Skipped, StagedModel
 from areal_async.trainer.engine.parallel.tensor import divide_decoder, divided_scores, is_divided, num_local_words
 from areal_async.trainer.engine.weights import base_witnesses
@@ -35,7 +35,8 @@ HEAD_CHUNK_ELEMENTS = 1 << 28
 weight and writes its gradient: with fewer tokens that traffic, not the arithmetic, would set the pace."""
 HEAD_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Settings of models whose logits are more than their head's output."""
-CAUSAL_LM, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
+HEAD = "score.weight"
+"""A critic's, which a folder may lack."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -144,17 +145,22 @@ def load_policy(
         UserError: the folder holds no causal language model that this can train.
     """
     has_adapters = trainer.lora.is_on and not is_frozen
-    stored = dtype if is_frozen or has_adapters else torch.float32
-    causal_lm, _ = _load(CAUSAL_LM, folder, stored=stored)
+    in_memory = dtype if is_frozen or has_adapters else torch.float32
+    causal_lm = empty_decoder(CAUSAL_LM, folder, stored=in_memory)
     _check_trainable(causal_lm, folder)
+    stored = StoredWeights.of(causal_lm, CAUSAL_LM, folder)
     causal_lm.requires_grad_(not is_frozen)
     base_sha256: dict[str, str] = {}
     if has_adapters:
         adapt(causal_lm, trainer.lora)
-        base_sha256 = base_witnesses(causal_lm)
-    return _laid_out(
+        base_sha256 = base_witnesses(causal_lm, functools.partial(stored.read, dtype=in_memory))
+    model = _laid_out(
         causal_lm, dims, trainer, dtype=dtype, wrap=functools.partial(PolicyModel, base_sha256=base_sha256)
     )
+    for adapter in adapters(model.decoder).values():
+        adapter.reset_adapter()
+    stored.fill(model.decoder, CAUSAL_LM, dims.all)
+    return model
 
 
 def load_critic(
@@ -167,48 +173,20 @@ def load_critic(
     Raises:
         UserError: the folder holds no decoder that this can train, or one with several labels.
     """
-    classifier, missing = _load(CLASSIFIER, folder, stored=torch.float32, num_labels=1)
+    classifier = empty_decoder(CLASSIFIER, folder, stored=torch.float32)
     _check_trainable(classifier, folder)
     if not hasattr(classifier, "score"):
         raise UserError(
             f"model: got {folder} of type {classifier.config.model_type}, whose classifier has no head named score; "
             "need a decoder such as Qwen2, Qwen3 or Llama for a critic"
         )
-    if "score.weight" in missing:
-        nn.init.zeros_(classifier.score.weight)
-    return _laid_out(classifier, dims, trainer, dtype=dtype, wrap=Critic)
-
-
-def _load(kind: str, folder: Path, *, stored: torch.dtype, **options: Any) -> tuple[Any, set[str]]:
-    """Return a model by one of transformers' auto classes, and the parameters that the folder did not have."""
-    # Imported here: it takes seconds, and the processes that only make batches never need it.
-    with importing():
-        import transformers
-        import transformers.modeling_utils
-
-        auto_class = getattr(transformers, kind)
-    register_packed_attention()
-    transformers.utils.logging.disable_progress_bar()
-    verbosity = transformers.utils.logging.get_verbosity()
-    if kind != CAUSAL_LM:
-        transformers.utils.logging.set_verbosity_error()  # a missing head is no news
-    try:
-        model, told = auto_class.from_pretrained(
-            folder,
-            dtype=stored,
-            attn_implementation=PACKED,
-            local_files_only=True,
-            output_loading_info=True,
-            **options,
-        )
-    except (ValueError, OSError, KeyError, ImportError, RuntimeError) as exc:
-        reason = str(exc).strip().partition("\n")[0]
-        wanted = "causal language model" if kind == CAUSAL_LM else "decoder with a head of one output"
-        raise UserError(f"model: cannot load {folder} as a {wanted}: {reason}") from exc
-    finally:
-        transformers.utils.logging.set_verbosity(verbosity)
-    model.eval()
-    return model, set(told["missing_keys"])
+    stored = StoredWeights.of(classifier, CLASSIFIER, folder, optional=(HEAD,))
+    model = _laid_out(classifier, dims, trainer, dtype=dtype, wrap=Critic)
+    for name, parameter in model.decoder.named_parameters():
+        if name == HEAD and name not in stored:
+            nn.init.zeros_(local_shard(parameter))
+    stored.fill(model.decoder, CLASSIFIER, dims.all)
+    return model
 
 
 def _laid_out(
@@ -219,7 +197,7 @@ def _laid_out(
     dtype: torch.dtype,
     wrap: Callable[[nn.Module], M],
 ) -> M | StagedModel:
-    """Return the model, whole or in stages, sharded."""
+    """Return the model, whole or in stages, sharded; what its parameters are is still to be said."""
     if dims.sizes[PP] == 1:
         model = wrap(decoder)
         _shard(model, decoder, dims, trainer, dtype)
@@ -245,17 +223,13 @@ def _shard(whole: nn.Module, decoder: Any, dims: ParallelDims, trainer: TrainerS
     offload = CPUOffloadPolicy(pin_memory=dims.all.device.type == "cuda") if trainer.cpu_offload else OffloadPolicy()
     for module in (*layers, whole):
         fully_shard(module, mesh=dims.dp_mesh, mp_policy=precision, offload_policy=offload)
+    materialize(decoder, torch.device("cpu") if trainer.cpu_offload else dims.all.device)
 
 
 def _check_trainable(causal_lm: Any, path: Path) -> None:
     config = causal_lm.config
     if not hasattr(causal_lm.base_model, "layers"):
         raise UserError(f"model: got {path} of type {config.model_type}, need a decoder with a list of layers")
-    if getattr(causal_lm, "_weight_conversions", None):
-        raise UserError(
-            f"model: got {path} of type {config.model_type}, whose weights are stored in another layout than they are "
-            "trained in; need a dense decoder such as Qwen2, Qwen3 or Llama"
-        )
     scaled = [name for name in HEAD_SCALES if getattr(config, name, None) not in (None, 1)]
     if scaled:
         raise UserError(

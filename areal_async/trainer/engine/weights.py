@@ -101,26 +101,20 @@ def witnesses(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     They are chosen from those that servers keep as they are: the norms of the first, the middle and the last layer
     and those outside of layers, and the last matrix of the first and the last layer.
     """
-    layers = sorted({layer for name in tensors if (layer := layer_of(name)) is not None})
-    ends = {layers[0], layers[-1]} if layers else set()
-    looked_at = {None, *ends, *layers[len(layers) // 2 :][:1]}
-
-    def is_witness(name: str, tensor: Tensor) -> bool:
-        if tensor.ndim == 1:
-            return "norm" in name and layer_of(name) in looked_at
-        return name.endswith(".down_proj.weight") and layer_of(name) in ends
-
-    return {name: _sha256(tensor) for name, tensor in tensors.items() if is_witness(name, tensor)}
+    return {name: _sha256(tensors[name]) for name in _witness_names(tensors)}
 
 
-def base_witnesses(causal_lm: nn.Module) -> dict[str, str]:
+def base_witnesses(causal_lm: nn.Module, read: Callable[[str], Tensor]) -> dict[str, str]:
     """Return what proves that a server merges adapters into this very base. Before it is sharded.
 
     A matrix that has an adapter is named as the embedded engine shows what it has kept of it.
+
+    Args:
+        read: returns a parameter of the base by its name.
     """
     named = {name: parameter.detach() for name, parameter in causal_lm.named_parameters() if not is_adapter(name)}
     adapted = {f"{name}.weight": f"{name}.{BASE}.weight" for name in adapters(causal_lm)}
-    return {adapted.get(name, name): value for name, value in witnesses(named).items()}
+    return {adapted.get(name, name): _sha256(read(name)) for name in _witness_names(named)}
 
 
 def adapter_witnesses(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -136,6 +130,19 @@ def _served(parameter: Tensor, adapted: LoraLinear | None, dtype: torch.dtype, *
     parts = (parameter, adapted.lora_A, adapted.lora_B)
     weight, lora_a, lora_b = (whole_of(part, dtype, device) for part in parts)
     return merge(weight, lora_a, lora_b, adapted.scale)
+
+
+def _witness_names(tensors: Mapping[str, Tensor]) -> list[str]:
+    layers = sorted({layer for name in tensors if (layer := layer_of(name)) is not None})
+    ends = {layers[0], layers[-1]} if layers else set()
+    looked_at = {None, *ends, *layers[len(layers) // 2 :][:1]}
+
+    def is_witness(name: str, tensor: Tensor) -> bool:
+        if tensor.ndim == 1:
+            return "norm" in name and layer_of(name) in looked_at
+        return name.endswith(".down_proj.weight") and layer_of(name) in ends
+
+    return [name for name, tensor in tensors.items() if is_witness(name, tensor)]
 
 
 def _sha256(tensor: Tensor) -> str:

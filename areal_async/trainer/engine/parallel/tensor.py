@@ -31,9 +31,10 @@ INPUTS_CUT = ("o_proj", "down_proj")
 
 
 def divide_decoder(decoder: Any, mesh: DeviceMesh) -> None:
-    """Leave this rank its part of the decoder's matrices. No collective: every rank has loaded the whole.
+    """Leave this rank its part of the decoder's matrices. No collective.
 
-    Layers, embedding and head may each be absent: what is there is divided. Before anything is sharded.
+    Layers, embedding and head may each be absent: what is there is divided. Before anything is sharded, and while
+    parameters are on the meta device: the whole of a matrix never is in memory.
 
     Args:
         mesh: of the parts, one dimension.

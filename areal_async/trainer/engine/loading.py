@@ -1,0 +1,177 @@
+"""Weights from a Hugging Face folder into a model that is laid out already: each rank reads its own shards alone.
+
+A decoder is made without memory (on torch's meta device), cut and sharded, and only then given some: a rank never
+holds more than its own part of the model and one shard as the file has it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from areal_async.errors import UserError
+from areal_async.process.gc_pauses import importing
+from areal_async.trainer.engine.attention import PACKED, register_packed_attention
+from areal_async.trainer.engine.parallel.ranks import Ranks
+
+CAUSAL_LM, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
+KINDS = {CAUSAL_LM: "causal language model", CLASSIFIER: "decoder with a head of one output"}
+
+
+def empty_decoder(kind: str, folder: Path, *, stored: torch.dtype) -> Any:
+    """Return a model of the folder's config by one of transformers' auto classes, its parameters on the meta device.
+
+    What is computed instead of stored, such as the frequencies of rotary embeddings, is there.
+
+    Args:
+        stored: type of the parameters.
+
+    Raises:
+        UserError: there is no such model, or it is stored in another layout than it is trained in.
+    """
+    # Imported here: it takes seconds, and the processes that only make batches never need it.
+    with importing():
+        import transformers
+        import transformers.modeling_utils
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+
+        auto_class = getattr(transformers, kind)
+    register_packed_attention()
+    labels = {"num_labels": 1} if kind == CLASSIFIER else {}
+    with _refused(kind, folder):
+        config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **labels)
+        with torch.device("meta"):
+            decoder = auto_class.from_config(config, dtype=stored, attn_implementation=PACKED)
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    conversions = get_model_conversion_mapping(decoder, add_legacy=False)
+    if is_quantized or any(isinstance(one, WeightConverter) for one in conversions):
+        raise UserError(
+            f"model: got {folder} of type {config.model_type}, whose weights are stored in another layout than they "
+            "are trained in; need a dense decoder such as Qwen2, Qwen3 or Llama"
+        )
+    _compute_buffers(decoder)
+    return decoder.eval()
+
+
+class StoredWeights:
+    """The safetensors of a folder, and what each of a decoder's parameters is called there."""
+
+    def __init__(self, folder: Path, names: Mapping[str, str], files: Mapping[str, str]) -> None:
+        """Make it with ``of``.
+
+        Args:
+            names: of the decoder's parameters -> in the files.
+            files: the latter -> path of the file.
+        """
+        self._folder = folder
+        self._names = names
+        self._files = files
+
+    @classmethod
+    def of(cls, decoder: Any, kind: str, folder: Path, *, optional: Sequence[str] = ()) -> Self:
+        """Find the parameters of a whole decoder in the files' heads. No collective.
+
+        Args:
+            optional: parameters that may be missing.
+
+        Raises:
+            UserError: others are missing, or have another shape.
+        """
+        from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+        with _refused(kind, folder):
+            heads = HuggingFaceStorageReader(str(folder)).read_metadata()
+        entries = heads.state_dict_metadata
+        prefix = f"{decoder.base_model_prefix}."
+        names: dict[str, str] = {}
+        for name, aliases in _aliases(decoder).items():
+            # Tied weights lie in the files under one of their names; a model without its head leaves the prefix out.
+            known = [one for alias in aliases for one in (alias, alias.removeprefix(prefix)) if one in entries]
+            if not known and name not in optional:
+                raise UserError(f"model: cannot load {folder} as a {KINDS[kind]}: no safetensors there hold {name}")
+            shape = decoder.get_parameter(name).shape
+            if known and cast(Any, entries[known[0]]).size != shape:
+                raise UserError(
+                    f"model: cannot load {folder} as a {KINDS[kind]}: {known[0]} has shape "
+                    f"{list(cast(Any, entries[known[0]]).size)}, and config.json says {list(shape)}"
+                )
+            names |= dict.fromkeys(aliases, known[0]) if known else {}
+        return cls(folder, names, {index.fqn: one.relative_path for index, one in heads.storage_data.items()})
+
+    def __contains__(self, name: str) -> bool:
+        """Say whether the files have a parameter."""
+        return name in self._names
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return all of one parameter, on the CPU. No collective."""
+        from safetensors import safe_open
+
+        stored = self._names[name]
+        with safe_open(self._files[stored], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(stored).to(dtype)
+        return tensor
+
+    def fill(self, decoder: nn.Module, kind: str, ranks: Ranks) -> None:
+        """Read this rank's shards into the decoder's parameters, whose memory is there. A collective.
+
+        Raises:
+            UserError: a file cannot be read, on any rank.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        shards = {self._names[name]: one.detach() for name, one in decoder.named_parameters() if name in self._names}
+        try:
+            dcp.load(
+                shards,
+                storage_reader=dcp.HuggingFaceStorageReader(str(self._folder)),
+                process_group=ranks.control,
+            )
+        except dcp.CheckpointException as exc:
+            reasons = "; ".join(sorted({f"{type(one).__name__}: {one}" for one, _ in exc.failures.values()}))
+            raise UserError(f"model: cannot load {self._folder} as a {KINDS[kind]}: {reasons}") from exc
+
+
+def materialize(decoder: nn.Module, device: torch.device) -> None:
+    """Give the parameters that this rank holds memory on ``device``. After sharding; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    values: dict[str, nn.Parameter] = {}
+    for name, parameter in decoder.named_parameters(remove_duplicate=False):
+        if id(parameter) not in made:
+            made[id(parameter)] = nn.Parameter(
+                torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+            )
+        values[name] = made[id(parameter)]
+    decoder.load_state_dict(values, assign=True)
+
+
+def _aliases(decoder: nn.Module) -> dict[str, list[str]]:
+    """Return {name: all names} of every parameter; tied ones come once."""
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in decoder.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), []).append(name)
+    return {names[0]: names for names in by_id.values()}
+
+
+def _compute_buffers(decoder: Any) -> None:
+    """Have the model fill its buffers as transformers has it do after loading; on the meta device nothing else is."""
+    for module in decoder.modules():
+        if module._buffers:
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device="cpu")
+            decoder._init_weights(module)
+
+
+@contextmanager
+def _refused(kind: str, folder: Path) -> Iterator[None]:
+    """Make one sentence of what transformers and safetensors say of a folder that they cannot read."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as exc:
+        reason = str(exc).strip().partition("\n")[0]
+        raise UserError(f"model: cannot load {folder} as a {KINDS[kind]}: {reason}") from exc
