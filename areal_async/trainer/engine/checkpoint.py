@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.cuda._pin_memory_utils import pin_memory
 
 from areal_async.errors import PipelineError, UserError
 from areal_async.process.atomic_folders import LEDGER, finish, partial_name
@@ -30,6 +31,8 @@ from areal_async.trainer.engine.parallel.ranks import Ranks
 
 STATE = "state"
 PARAMETERS = "parameters"
+ALIGNMENT_BYTES = 64
+"""Of each copy in host memory; no type of number needs more."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -64,9 +67,8 @@ class CheckpointWriter:
         """Copy what is trained to host memory; it may change when this returns. No collective."""
         self._tensors = tensors_of(states)
         shards = {name: local_shard(tensor) for name, tensor in self._tensors.items()}
-        for name, shard in shards.items():
-            if name not in self._copies:
-                self._copies[name] = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)
+        if not self._copies:
+            self._copies = _copies_of(shards, is_pinned=self._ranks.device.type == "cuda")
         torch._foreach_copy_([self._copies[name] for name in shards], list(shards.values()), non_blocking=True)
         if self._ranks.device.type == "cuda":
             torch.cuda.synchronize(self._ranks.device)
@@ -77,6 +79,21 @@ class CheckpointWriter:
         from areal_async.trainer.engine.staged_planner import StagedPlanner
 
         _write(self._tensors, directory, ledger=ledger, ranks=self._ranks, planner=StagedPlanner(self._copies))
+
+
+def _copies_of(shards: Mapping[str, Tensor], *, is_pinned: bool) -> dict[str, Tensor]:
+    """Return uninitialised tensors like these in host memory, cut from one buffer, for the life of the process.
+
+    torch's allocator of pinned memory rounds each size up to a power of two, which would take up to twice as much.
+    """
+    sizes = [-(-shard.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for shard in shards.values()]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+    if is_pinned:
+        pin_memory(buffer.data_ptr(), buffer.nbytes)
+    return {
+        name: part[: shard.nbytes].view(shard.dtype).view(shard.shape)
+        for (name, shard), part in zip(shards.items(), buffer.split(sizes), strict=True)
+    }
 
 
 def save(states: States, directory: Path, *, ledger: bytes, ranks: Ranks) -> None:
