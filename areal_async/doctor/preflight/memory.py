@@ -21,6 +21,8 @@ from areal_async.errors import UserError
 
 STATE_BYTES = 16
 """Per parameter: itself, its gradient and AdamW's two moments, all float32 and shared by the ranks."""
+COPIED_BYTES = 12
+"""Per parameter, of what a checkpoint is written from: itself and both moments."""
 ACTIVATION_BYTES = 17
 """Per token, hidden unit and byte of a number, kept for a layer's backward pass where attention keeps no scores.
 
@@ -99,6 +101,12 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
             head += 4 * embedding / trainer.tensor_parallel  # chunks add the head's gradient up in float32
         return int(on_device + gathered + flowing + activations + head)
 
+    def copies_bytes(self, trainer: TrainerSettings) -> int:
+        """Return what a rank's copies for checkpoints take of the host's memory, beside what is trained."""
+        if not trainer.async_checkpoints or trainer.lora.is_on:  # adapters are within the margin
+            return 0
+        return int(COPIED_BYTES * self.num_parameters * trainer.replicas / trainer.num_ranks)
+
     def frozen_bytes(self, trainer: TrainerSettings, *, dtype: str) -> int:
         """Return what a rank of a reference takes, which is never trained."""
         return int(NUM_BYTES[dtype] * self.num_parameters * trainer.replicas / trainer.num_ranks)
@@ -122,7 +130,10 @@ def check_memory(settings: Settings, machine: Machine, sizes: dict[str, ModelSiz
     if machine.gpus:
         yield from _on_gpus(settings, machine.gpus, sizes["actor"], rank_bytes)
     elif machine.memory_bytes is not None:
-        yield _on_host(settings, machine.memory_bytes, sizes["actor"], rank_bytes)
+        copies = sizes["actor"].copies_bytes(settings.trainer)
+        if "critic" in sizes:
+            copies += sizes["critic"].copies_bytes(_of_critic(settings.trainer))
+        yield _on_host(settings, machine.memory_bytes, sizes["actor"], rank_bytes + copies)
 
 
 def bytes_of_rank(settings: Settings, sizes: dict[str, ModelSize], *, offloads: bool) -> int:
@@ -130,12 +141,16 @@ def bytes_of_rank(settings: Settings, sizes: dict[str, ModelSize], *, offloads: 
     dtype, trainer = settings.model.dtype, settings.trainer
     total = sizes["actor"].trainer_bytes(trainer, dtype=dtype, offloads=offloads)
     if "critic" in sizes:
-        whole = trainer.for_role("critic").model_copy(update={"lora": LoraSettings()})
-        total += sizes["critic"].trainer_bytes(whole, dtype=dtype, offloads=offloads)
+        total += sizes["critic"].trainer_bytes(_of_critic(trainer), dtype=dtype, offloads=offloads)
     is_base = trainer.lora.is_on and settings.model.reference.path in (None, settings.model.path)
     if "reference" in sizes and not is_base:  # what adapters are trained over is there already
         total += sizes["reference"].frozen_bytes(trainer.for_role("reference"), dtype=dtype)
     return total
+
+
+def _of_critic(trainer: TrainerSettings) -> TrainerSettings:
+    """Return how the critic is trained, which never has adapters."""
+    return trainer.for_role("critic").model_copy(update={"lora": LoraSettings()})
 
 
 def _on_gpus(settings: Settings, gpus: tuple[Gpu, ...], size: ModelSize, rank_bytes: int) -> Iterator[PreflightFinding]:

@@ -162,6 +162,20 @@ def test_a_host_without_gpus_holds_ranks_and_servers_together() -> None:
         assert list(_levels(_settings(), _machine(memory_bytes=num_bytes)).values()) == [level]
 
 
+def test_copies_for_checkpoints_are_counted_where_ranks_share_the_hosts_memory() -> None:
+    """Twelve bytes a parameter: 18.5 GB of 1.5 B; with replicas as often as there are these."""
+    assert QWEN_1B5.copies_bytes(TrainerSettings(num_ranks=4)) == pytest.approx(12 * 1.5437e9 / 4, rel=1e-3)
+    assert QWEN_1B5.copies_bytes(TrainerSettings(num_ranks=4, replicas=2)) == pytest.approx(6 * 1.5437e9, rel=1e-3)
+    saw = [
+        next(
+            iter(check_memory(_settings(async_checkpoints=on), _machine(memory_bytes=10**12), {"actor": QWEN_1B5}))
+        ).saw
+        for on in (True, False)
+    ]
+    with_copies, without = (float(one.split()[1]) for one in saw)
+    assert with_copies - without == pytest.approx(12 * 1.5437, abs=1)
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
