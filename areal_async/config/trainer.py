@@ -65,12 +65,13 @@ class EngineSettings(Section):
     token_budget: int = Field(default=16384, ge=8)
     """Tokens of one packed row; the longest trajectory must fit."""
     num_threads: int = Field(default=1, ge=1)
-    """CPU threads per rank where there is no GPU."""
+    """CPU threads per rank: of all its work where there is no GPU, of AdamW with ``cpu_offload``."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: less memory, about a third more time. Every configuration for GPUs
+    that comes along has it on; off is for models that leave room, as small ones on a CPU do."""
     cpu_offload: bool = False
     """Keep parameters, gradients and AdamW's averages in the host's memory, and update them there: far less of the
-    GPU's, and more time. Where there is no GPU it changes nothing."""
+    GPU's, and more time: AdamW then runs in ``num_threads`` threads. Where there is no GPU it changes nothing."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type in which gradients are added up over a step's rows and over ranks; bfloat16 sends half the bytes, and
     is less exact."""
