@@ -68,7 +68,7 @@ class ParallelDims:
             ranks,
             rank=ranks.rank // tp % (dp_replicate * dp_shard),
             size=dp_replicate * dp_shard,
-            control=_group_along(numbers, (DP_REPLICATE, DP_SHARD), ranks, backend="gloo"),
+            control=_group_along(numbers, (DP_REPLICATE, DP_SHARD), ranks, backend=dist.get_backend(ranks.control)),
             tensors=_group_along(numbers, (DP_REPLICATE, DP_SHARD), ranks),
         )
         return cls(all=ranks, data=data, sizes=sizes, mesh=mesh)
