@@ -77,6 +77,10 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
 
     def trainer_bytes(self, trainer: TrainerSettings, *, dtype: str, offloads: bool = False) -> int:
         """Return what one rank of a trainer takes at its peak; where it ``offloads``, of the GPU alone."""
+        return int(sum(self.trainer_parts(trainer, dtype=dtype, offloads=offloads).values()))
+
+    def trainer_parts(self, trainer: TrainerSettings, *, dtype: str, offloads: bool = False) -> dict[str, float]:
+        """Return what ``trainer_bytes`` is made of: bytes by what they hold."""
         number = NUM_BYTES[dtype]
         model_ranks = trainer.tensor_parallel * trainer.pipeline_parallel
         num_shards = trainer.num_ranks // trainer.replicas
@@ -94,12 +98,17 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
         num_layers = self.num_layers / trainer.pipeline_parallel
         kept = number * self.hidden * trainer.token_budget
         activations = kept * num_layers + per_layer if trainer.activation_checkpointing else per_layer * num_layers
-        on_device = 0 if offloads else state
         logits = 4 * trainer.token_budget * self.vocab / trainer.tensor_parallel
         head = HEAD_COPIES * min(logits, HEAD_CHUNK_BYTES)
         if logits > HEAD_CHUNK_BYTES and number < 4 and not trainer.lora.is_on:
             head += 4 * embedding / trainer.tensor_parallel  # chunks add the head's gradient up in float32
-        return int(on_device + gathered + flowing + activations + head)
+        return {
+            "state": 0 if offloads else state,
+            "gathered": gathered,
+            "gradients of a row": flowing,
+            "activations": activations,
+            "logits": head,
+        }
 
     def copies_bytes(self, trainer: TrainerSettings) -> int:
         """Return what a rank's copies for checkpoints take of the host's memory, beside what is trained."""
