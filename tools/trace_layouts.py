@@ -42,6 +42,7 @@ from areal_async.trainer.batch.step import AgreedBatch
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.dims import DIMENSIONS
 from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.packing.rows import TrainRow
 from areal_async.trainer.shards import ShardTrainer
 
@@ -123,7 +124,10 @@ def _peerless_ranks(rank: int, size: int) -> Iterator[Ranks]:
 
 def trace_step(settings: Settings, rank: int) -> list[CollectiveCall]:
     """Return the collectives of a whole training step of one rank, in order."""
-    threads = EngineThreads(is_single=True)  # as on a GPU, where one order of all calls matters
+    # One thread for all of them, as on a GPU, where one order of all calls matters.
+    threads = EngineThreads(
+        engine=EngineThread(torch.device("cpu")), of_actor=frozenset({"", "actor", "critic", "reference"})
+    )
     log = CollectiveLog()
 
     async def step() -> None:

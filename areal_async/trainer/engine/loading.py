@@ -4,6 +4,7 @@ A decoder is made without memory (on torch's meta device), cut and sharded, and 
 holds more than its own part of the model and one shard as the file has it.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from areal_async.errors import UserError
 from areal_async.process.gc_pauses import importing
 from areal_async.trainer.engine.attention import PACKED, register_packed_attention
-from areal_async.trainer.engine.parallel.ranks import Ranks
 
 CAUSAL_LM, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 KINDS = {CAUSAL_LM: "causal language model", CLASSIFIER: "decoder with a head of one output"}
@@ -115,21 +115,19 @@ class StoredWeights:
             tensor: Tensor = file.get_tensor(stored).to(dtype)
         return tensor
 
-    def fill(self, decoder: nn.Module, kind: str, ranks: Ranks) -> None:
-        """Read this rank's shards into the decoder's parameters, whose memory is there. A collective.
+    def fill(self, decoder: nn.Module, kind: str) -> None:
+        """Read this rank's shards into the decoder's parameters, whose memory is there. No collective.
 
         Raises:
-            UserError: a file cannot be read, on any rank.
+            UserError: a file cannot be read.
         """
         import torch.distributed.checkpoint as dcp
 
         shards = {self._names[name]: one.detach() for name, one in decoder.named_parameters() if name in self._names}
         try:
-            dcp.load(
-                shards,
-                storage_reader=dcp.HuggingFaceStorageReader(str(self._folder)),
-                process_group=ranks.control,
-            )
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # nobody else has to know
+                dcp.load(shards, storage_reader=dcp.HuggingFaceStorageReader(str(self._folder)), no_dist=True)
         except dcp.CheckpointException as exc:
             reasons = "; ".join(sorted({f"{type(one).__name__}: {one}" for one, _ in exc.failures.values()}))
             raise UserError(f"model: cannot load {self._folder} as a {KINDS[kind]}: {reasons}") from exc

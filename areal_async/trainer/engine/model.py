@@ -159,7 +159,7 @@ def load_policy(
     )
     for adapter in adapters(model.decoder).values():
         adapter.reset_adapter()
-    stored.fill(model.decoder, CAUSAL_LM, dims.all)
+    stored.fill(model.decoder, CAUSAL_LM)
     return model
 
 
@@ -185,7 +185,7 @@ def load_critic(
     for name, parameter in model.decoder.named_parameters():
         if name == HEAD and name not in stored:
             nn.init.zeros_(local_shard(parameter))
-    stored.fill(model.decoder, CLASSIFIER, dims.all)
+    stored.fill(model.decoder, CLASSIFIER)
     return model
 
 

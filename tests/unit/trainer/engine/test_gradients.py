@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from tests.unit.trainer.living_gradients import Seen, train_in_layouts
+from tests.unit.trainer.living_gradients import SPARE_BYTES, Seen, train_in_layouts
 from tests.unit.trainer.models import save_model
 from tests.unit.trainer.rank_workers import RankWorkers
 
@@ -23,8 +23,6 @@ OF_FOUR: dict[str, dict[str, Any]] = {
     "stages": {"pipeline_parallel": 2},
     "staged copies": {"pipeline_parallel": 2, "replicas": 2},
 }
-SPARE_BYTES = 1024
-"""Of losses, what a pipeline has said of its rows, and what fills a parameter up that ranks cannot share evenly."""
 
 
 @pytest.fixture(scope="module")
