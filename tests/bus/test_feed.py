@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 
 from areal_async.bus import Bus, Role, take_trainer_consumer
 from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.errors import FencedError
+from areal_async.errors import FencedError, WireError
+from areal_async.protocol import wire
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.run_state import Change, Changes
 from areal_async.protocol.subjects import CHANGES, LINEAGE
@@ -21,10 +23,12 @@ from areal_async.protocol.types import (
     LineageRecord,
     Outcome,
     OutcomeKind,
+    StoredMessage,
     Version,
     WeightsVersion,
 )
 from areal_async.protocol.wire import decode
+from areal_async.trainer.batch import feed
 from areal_async.trainer.batch.feed import BatchFeed
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.payloads import fetch, slots_of
@@ -90,14 +94,14 @@ async def running(bus: Bus, settings: Settings, *, first_step: int = 1) -> Async
     restored = lineage.checkpoint
     restored_step = Version.parse(restored.version).step if restored else 0
     reader = JournalReader(bus, lineage=lineage.number, restored_step=restored_step)
-    feed = BatchFeed(bus, settings, lineage, journal)
+    own_feed = BatchFeed(bus, settings, lineage, journal)
     async with anyio.create_task_group() as loops:
         loops.start_soon(reader.run)
         await reader.read_through(sequence)
-        loops.start_soon(feed.run_inbox)
-        loops.start_soon(feed.run_tickets)
-        loops.start_soon(feed.run_journal, first_step)
-        yield Station(bus, lineage, feed, reader)
+        loops.start_soon(own_feed.run_inbox)
+        loops.start_soon(own_feed.run_tickets)
+        loops.start_soon(own_feed.run_journal, first_step)
+        yield Station(bus, lineage, own_feed, reader)
         loops.cancel_scope.cancel()
 
 
@@ -215,6 +219,44 @@ async def test_an_undecodable_message_is_a_dead_letter_and_stops_nothing(
 
         assert len((await station.cut(1)).groups) == 2
         assert (await operator.stream_state(operator.names.dead_stream)).num_messages == 1
+
+
+async def test_a_group_in_a_cut_that_is_being_written_is_not_given_up_for_what_cannot_be_read(
+    open_role: OpenRole, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, trainer, operator = await open_role(Role.NODE), await open_role(Role.TRAINER), await open_role(Role.OPERATOR)
+    is_written, is_found = anyio.Event(), anyio.Event()
+
+    def decode_headers(*given: Any, **more: Any) -> StoredMessage:
+        try:
+            return wire.decode_headers(*given, **more)
+        except WireError:
+            is_found.set()
+            raise
+
+    async with running(trainer, settings) as station:
+        write = station.lineage.write_cut
+
+        async def write_cut(cut: Cut) -> None:
+            is_written.set()
+            await is_found.wait()
+            await write(cut)
+
+        monkeypatch.setattr(feed, "decode_headers", decode_headers)
+        monkeypatch.setattr(station.lineage, "write_cut", write_cut)
+        station.feed.allow(1)
+        for index in (1, 2):
+            await store(node, f"0-{index}-0", [0, 1], group_size=2)
+        await is_written.wait()
+        await node.publish(node.names.trajectories(WORKFLOW, "0-1-0"), b"noise")
+
+        assert len((await station.cut(1)).groups) == 2
+
+        async def is_buried() -> bool:
+            return (await operator.stream_state(operator.names.dead_stream)).num_messages == 1
+
+        await until(is_buried)
+        assert not await trainer.read_log(trainer.names.outcomes_stream, trainer.names.outcomes)
 
 
 async def test_a_new_lineage_gets_everything_unacked_again_and_fences_the_old(

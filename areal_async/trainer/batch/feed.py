@@ -30,7 +30,7 @@ from areal_async.protocol.subjects import CHANGES
 from areal_async.protocol.types import Cut, GroupId, Outcome, OutcomeKind, StoredMessage, Ticket, Version
 from areal_async.protocol.wire import decode_headers
 from areal_async.telemetry import spans, wait_graph
-from areal_async.trainer.batch.cut import RetryLater, Settle, StreamRoom
+from areal_async.trainer.batch.cut import Decision, RetryLater, Settle, StreamRoom
 from areal_async.trainer.batch.limits import TrainingLimits
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.planner import BatchPlanner
@@ -55,6 +55,7 @@ class BatchFeed:
         self._limits = TrainingLimits(settings)
         self._caught_up = {"inbox": anyio.Event(), "tickets": anyio.Event()}
         self._changed = Bell()
+        self._deciding = anyio.Lock()
         self.clock = PausableClock()
         """What groups are waited for by: it stands while the trainer holds up their generation."""
         self.waits_for = "the first trajectories"
@@ -158,28 +159,33 @@ class BatchFeed:
                 num_seen = self._changed.num_rings
                 if self._room is not StreamRoom.AMPLE:
                     await self.make_room()
-                match planner.decide(now=self.clock.time(), room=self._room):
-                    case Settle(group_ids, kind, reason):
-                        await self.settle(group_ids, kind, reason=reason, step=planner.step)
-                    case Cut() as entry:
-                        with spans.cut(entry, planner.messages.deliveries):
-                            await self.lineage.write_cut(entry)
-                        planner.note_written(entry)
-                        log.info(
-                            "journal.written",
-                            kind=entry.kind,
-                            step=entry.step,
-                            num_groups=len(entry.groups),
-                            num_open=len(planner.open),
-                        )
-                    case RetryLater(what_for, on):
-                        self.waits_for = what_for
-                        waiting.replace(wait_graph.cut(planner.step), on or (wait_graph.TRAINER,))
-                        with anyio.move_on_after(DECISION_POLL_S):
-                            await self._changed.wait(num_seen)
+                async with self._deciding:
+                    decision = planner.decide(now=self.clock.time(), room=self._room)
+                    await self._carry_out(decision)
+                if isinstance(decision, RetryLater):
+                    self.waits_for = decision.what_for
+                    waiting.replace(wait_graph.cut(planner.step), decision.on or (wait_graph.TRAINER,))
+                    with anyio.move_on_after(DECISION_POLL_S):
+                        await self._changed.wait(num_seen)
         self.waits_for = "nothing: the last cut is written"
 
     # inside
+
+    async def _carry_out(self, decision: Decision) -> None:
+        match decision:
+            case Settle(group_ids, kind, reason):
+                await self.settle(group_ids, kind, reason=reason, step=self.planner.step)
+            case Cut() as entry:
+                with spans.cut(entry, self.planner.messages.deliveries):
+                    await self.lineage.write_cut(entry)
+                self.planner.note_written(entry)
+                log.info(
+                    "journal.written",
+                    kind=entry.kind,
+                    step=entry.step,
+                    num_groups=len(entry.groups),
+                    num_open=len(self.planner.open),
+                )
 
     @property
     def _room(self) -> StreamRoom:
@@ -232,9 +238,10 @@ class BatchFeed:
             GroupId.parse(group_id)
         except ValueError:
             return
-        if not self.planner.is_closed(group_id):
-            reason = f"its stored message {delivery.sequence} cannot be read: {reason}"
-            await self.settle([group_id], OutcomeKind.FAILED, reason=reason, step=self.planner.step)
+        async with self._deciding:  # a group that is in a cut which is being written trains
+            if not self.planner.is_closed(group_id):
+                reason = f"its stored message {delivery.sequence} cannot be read: {reason}"
+                await self.settle([group_id], OutcomeKind.FAILED, reason=reason, step=self.planner.step)
 
     async def _record(self, outcomes: Sequence[Outcome]) -> None:
         async with anyio.create_task_group() as publishing:
