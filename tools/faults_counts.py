@@ -1,5 +1,6 @@
 """Counts of the trajectories whose publish was acknowledged, by what became of them, from the doctor's findings."""
 
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -19,6 +20,9 @@ NOT_DROPPED = (
     IN_TRAINING,
     *(kind.value for kind in COUNTED),
 )
+
+EXAMINING = threading.Lock()
+"""Rows go on two at a time, and the library that reads a run's data does not bear two threads."""
 
 
 @dataclass(slots=True)
@@ -57,7 +61,8 @@ def count_slots(directory: RunDirectory) -> SlotCounts:
     async def examine_it() -> Diagnosis:
         return await examine(directory.read_settings(), directory.path, directory.read_bus_url())
 
-    return counts_of(anyio.run(examine_it))
+    with EXAMINING:
+        return counts_of(anyio.run(examine_it))
 
 
 def counts_of(diagnosis: Diagnosis) -> SlotCounts:

@@ -80,6 +80,8 @@ class Proxy:
         self.port = 0
         self.message_ids: Counter[str] = Counter()
         """Message id -> times it was sent to the broker; more than one is a repeated publish."""
+        self.num_sent: Counter[str] = Counter()
+        """Role -> messages with an id that it has sent to the broker."""
         self.num_frames_hit = 0
         self._treatments: dict[tuple[str, Direction], Treatment] = {}
         self._frame_rules: tuple[FrameRule, ...] = ()
@@ -175,6 +177,7 @@ class Proxy:
                 link.role = name[1].decode().split(".")[1]
             for match in _MESSAGE_ID.finditer(data):
                 self.message_ids[match[1].decode().strip()] += 1
+                self.num_sent[link.role] += 1
             if await self._may_pass(link, Direction.TO_BROKER):
                 await _send(link.broker, data)
 

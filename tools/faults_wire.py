@@ -1,5 +1,6 @@
 """Faults of the wire: a proxy before an external broker loses answers, acks and events, and parts everybody."""
 
+import functools
 import signal
 import time
 from collections.abc import Iterator
@@ -41,6 +42,9 @@ def answer_lost(case: Case) -> None:
         for _ in range(3):
             time.sleep(case.rng.uniform(0.2, 1.5))
             proxy.inject(["node"], [Direction.TO_CLIENT], Treatment.LOSE)
+            before = proxy.num_sent["node"]
+            has_lost = functools.partial(lambda count: proxy.num_sent["node"] > count or not run.is_alive, before)
+            run.wait_until(has_lost, "a publish whose answer is lost")
             time.sleep(LOST_S)
             proxy.heal()
             case.recovered(run.wait_for_progress())
