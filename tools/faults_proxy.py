@@ -80,10 +80,9 @@ class Proxy:
         self.port = 0
         self.message_ids: Counter[str] = Counter()
         """Message id -> times it was sent to the broker; more than one is a repeated publish."""
-        self.num_sent: Counter[str] = Counter()
-        """Role -> messages with an id that it has sent to the broker."""
         self.num_frames_hit = 0
         self._treatments: dict[tuple[str, Direction], Treatment] = {}
+        self._at_publish: tuple[str, Direction, Treatment] | None = None
         self._frame_rules: tuple[FrameRule, ...] = ()
         self._links: set[Link] = set()
         self._ready = threading.Event()
@@ -107,6 +106,15 @@ class Proxy:
     def inject(self, roles: Iterable[str], directions: Iterable[Direction], treatment: Treatment) -> None:
         """Treat the bytes of some roles like this until ``heal``; ``ANY_ROLE`` stands for all."""
         self._treatments = {**self._treatments, **{(role, way): treatment for role in roles for way in directions}}
+
+    def inject_at_publish(self, role: str, direction: Direction, treatment: Treatment) -> None:
+        """Begin with it when the role next sends a message with an id, before the broker has that."""
+        self._at_publish = role, direction, treatment
+
+    @property
+    def is_treating(self) -> bool:
+        """Whether bytes of anybody are treated now."""
+        return bool(self._treatments)
 
     def inject_messages(self, role: str, subject: str, *, delay_s: float | None) -> None:
         """Lose (``None``) or delay whole messages to a role whose subject matches the pattern, until ``heal``."""
@@ -177,7 +185,7 @@ class Proxy:
                 link.role = name[1].decode().split(".")[1]
             for match in _MESSAGE_ID.finditer(data):
                 self.message_ids[match[1].decode().strip()] += 1
-                self.num_sent[link.role] += 1
+                self._begin_at_publish(link.role)
             if await self._may_pass(link, Direction.TO_BROKER):
                 await _send(link.broker, data)
 
@@ -197,6 +205,12 @@ class Proxy:
                     tasks.start_soon(_send_later, link, frame.data, rule.delay_s)
         if not link.is_half_open:
             tasks.cancel_scope.cancel()
+
+    def _begin_at_publish(self, sender: str) -> None:
+        if self._at_publish is not None and self._at_publish[0] == sender:
+            role, direction, treatment = self._at_publish
+            self._at_publish = None
+            self.inject([role], [direction], treatment)
 
     def _rule_of(self, link: Link, frame: "Frame") -> FrameRule | None:
         if frame.subject is None:

@@ -1,6 +1,5 @@
 """Faults of the wire: a proxy before an external broker loses answers, acks and events, and parts everybody."""
 
-import functools
 import signal
 import time
 from collections.abc import Iterator
@@ -41,10 +40,8 @@ def answer_lost(case: Case) -> None:
     with run_behind_proxy(case) as (run, proxy):
         for _ in range(3):
             time.sleep(case.rng.uniform(0.2, 1.5))
-            proxy.inject(["node"], [Direction.TO_CLIENT], Treatment.LOSE)
-            before = proxy.num_sent["node"]
-            has_lost = functools.partial(lambda count: proxy.num_sent["node"] > count or not run.is_alive, before)
-            run.wait_until(has_lost, "a publish whose answer is lost")
+            proxy.inject_at_publish("node", Direction.TO_CLIENT, Treatment.LOSE)
+            run.wait_until(lambda: proxy.is_treating or not run.is_alive, "a publish whose answer is lost")
             time.sleep(LOST_S)
             proxy.heal()
             case.recovered(run.wait_for_progress())
