@@ -33,7 +33,7 @@ log = structlog.get_logger()
 Publish = Callable[[ServerHandle], Awaitable[None]]
 
 
-class Card:
+class SharedCard:
     """The turns of one node's servers."""
 
     def __init__(self, changed: Bell, clock: PausableClock, *, lease_s: float = LEASE_S) -> None:

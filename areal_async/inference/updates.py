@@ -18,7 +18,7 @@ import structlog
 
 from areal_async.config.settings import InferenceSettings
 from areal_async.errors import UserError
-from areal_async.inference.card import Card
+from areal_async.inference.card import SharedCard
 from areal_async.inference.commands import NO_VERSION, choose_backend
 from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
@@ -79,9 +79,9 @@ class FleetContext:
     staging: Staging = field(default_factory=Staging)
 
     @cached_property
-    def card(self) -> Card:
+    def card(self) -> SharedCard:
         """Whose turn it is on the GPUs; who waits for a new target hears of it too."""
-        return Card(self.target.changed, self.pool.clock)
+        return SharedCard(self.target.changed, self.pool.clock)
 
     async def fence(self, server: ServerHandle, reason: str) -> None:
         """Send nothing more to a server, and say so."""

@@ -7,7 +7,7 @@ import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
 
-from areal_async.inference.card import USED, Card
+from areal_async.inference.card import USED, SharedCard
 from areal_async.inference.pool import ServerHandle
 from areal_async.process.bell import Bell
 from areal_async.process.pausable_clock import PausableClock
@@ -31,7 +31,7 @@ def free(version: str) -> CardHold:
 
 
 @asynccontextmanager
-async def serving_scene(version: str = "1-0") -> AsyncIterator[tuple[Scene, Card]]:
+async def serving_scene(version: str = "1-0") -> AsyncIterator[tuple[Scene, SharedCard]]:
     """A server that holds weights and shares its card."""
     async with scene_of(FakeSglang()) as scene:
         scene.server.card = USED
@@ -41,7 +41,7 @@ async def serving_scene(version: str = "1-0") -> AsyncIterator[tuple[Scene, Card
         yield scene, scene.around.card
 
 
-async def give_way(scene: Scene, card: Card, version: str) -> None:
+async def give_way(scene: Scene, card: SharedCard, version: str) -> None:
     card.hear(held(version))
     await scene.fake.wait_called("/release_memory_occupation")
     while scene.server.card != version:
@@ -99,7 +99,7 @@ class Turns:
 
     def __init__(self, *, lease_s: float = 1000.0) -> None:
         self.clock = PausableClock()
-        self.card = Card(Bell(), self.clock, lease_s=lease_s)
+        self.card = SharedCard(Bell(), self.clock, lease_s=lease_s)
         self.card.look = self.look
         self.server = ServerHandle("s0")
         self.told: list[str] = []
