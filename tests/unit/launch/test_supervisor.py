@@ -99,7 +99,8 @@ class _Stage:
         return self.directory / f"{process}.out"
 
     def lines(self, process: str) -> list[str]:
-        return self.output(process).read_text().splitlines() if self.output(process).exists() else []
+        """Return the lines that have ended; a process writes its line and the end of it apart."""
+        return self.output(process).read_text().split("\n")[:-1] if self.output(process).exists() else []
 
     async def run(self) -> RunEnd:
         async def read_failure() -> str | None:
