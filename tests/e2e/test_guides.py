@@ -11,6 +11,7 @@ What is carried out elsewhere, or not at all, says so in a comment above it (``t
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 from tests.documents import NUMBERS_DIFFER, ROOT, Block, blocks_of, chapter, commands, document_files
+from tests.e2e.test_run import said
 
 COPIED = ("areal_async", "configs", "rewards", "workflows")
 SHORT = {
@@ -50,6 +52,8 @@ TOLD = {
     "run --help-settings": "rollout.max_staleness",
 }
 """Command, without what is the same in all of them -> what it prints, where the document says it in a comment alone."""
+OF_ONE_PROCESS = ("doctor", "trajectories", "status", "replay", "eval", "dead", "try")
+"""Verbs that start no roles of a run."""
 TUTORIAL = ("workflows/README.md", "Your first workflow")
 
 CARRIED_OUT = {
@@ -63,7 +67,7 @@ pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole_runs]
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clone")
     for name in COPIED:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name)
     return folder
 
 
@@ -75,7 +79,7 @@ def test_each_command_does_what_the_document_says(file: str, clone: Path) -> Non
             continue
         for command, shown in commands(block.body):
             command = command.partition("  #")[0].rstrip()
-            done = _carry_out(command, clone)
+            done = _say(command, clone) if _is_of_one_process(command) else _carry_out(command, clone)
             if shown:
                 assert_shows(done.stdout, shown, command, are_numbers_free=block.mark == NUMBERS_DIFFER)
             told = TOLD.get(command.removeprefix(VERB), "")
@@ -92,17 +96,35 @@ def _write_or_execute(block: Block, clone: Path) -> None:
     file.write_text(block.body, encoding="utf-8")
 
 
-def _carry_out(command: str, clone: Path) -> "subprocess.CompletedProcess[str]":
-    environment = os.environ | SHORT | {
+def _environment(clone: Path) -> dict[str, str]:
+    return SHORT | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(clone),
         "CUDA_VISIBLE_DEVICES": "",
         "COLUMNS": "160",
-    }  # fmt: skip
+    }
+
+
+def _carry_out(command: str, clone: Path) -> "subprocess.CompletedProcess[str]":
     done = subprocess.run(
-        ["bash", "-c", command], cwd=clone, env=environment, stdin=subprocess.DEVNULL,
+        ["bash", "-c", command], cwd=clone, env=os.environ | _environment(clone), stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
+    assert done.returncode == 0, f"$ {command}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def _is_of_one_process(command: str) -> bool:
+    return command.startswith(VERB) and command.removeprefix(VERB).split()[0] in OF_ONE_PROCESS
+
+
+def _say(command: str, clone: Path) -> "subprocess.CompletedProcess[str]":
+    """Do what a verb of one process does in this one: most of its seconds are the start of an interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(clone)
+        for name, value in _environment(clone).items():
+            patch.setenv(name, value)
+        done = said(*shlex.split(command.removeprefix(VERB)))
     assert done.returncode == 0, f"$ {command}\n{done.stdout}\n{done.stderr}"
     return done
 
