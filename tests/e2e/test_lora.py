@@ -5,8 +5,6 @@ return, and the books balance.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.test_doctor import PROMISES, diagnose
-from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, assert_ran_well
+from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, assert_ran_well, said_by
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 
@@ -50,8 +48,7 @@ def test_a_run_of_adapters_credits_each_try_sends_them_alone_exports_both_forms_
     assert {name.split(".")[-2] for name in adapted} == set(config["target_modules"])
 
     evaluated = [json.loads(line) for line in (run.directory / "eval.jsonl").read_text().splitlines()]
-    command = [sys.executable, "-m", "areal_async", "eval", "--run", str(run.directory), "--version", "last", "--json"]
-    judged = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    judged = said_by("eval", run.directory, "--version", "last", "--json")
     assert judged.returncode == 0, judged.stderr
     result = json.loads(judged.stdout)
     assert result["model"] == f"lora/{evaluated[-1]['eval_id']}", "its last checkpoint, merged"
