@@ -12,8 +12,7 @@ Only tensors are given to DCP, and it reads those with ``weights_only``. Its own
 format and is a pickle: load no checkpoint from a source you would not run a program from.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
@@ -148,40 +147,24 @@ def tensors_of(states: States) -> dict[str, Tensor]:
 def _write(tensors: dict[str, Tensor], directory: Path, *, ledger: bytes, ranks: Ranks, planner: Any) -> None:
     import torch.distributed.checkpoint as dcp
 
-    partial = partial_name(directory)
-
-    def begin() -> None:
-        rmtree(partial, ignore_errors=True)
-        (partial / STATE).mkdir(parents=True)
-
-    def end() -> None:
-        (partial / LEDGER).write_bytes(ledger)
-        write_sums(partial, {name: digest for one in own for name, digest in json.loads(one).items()})
-        failpoint("trainer.during_checkpoint")
-        finish(partial, directory)
-
-    _on_first(ranks, begin, directory)
+    partial, what = partial_name(directory), f"checkpoint: {directory} could not be written"
+    with ranks.together(what):
+        if ranks.rank == 0:
+            rmtree(partial, ignore_errors=True)
+            (partial / STATE).mkdir(parents=True)
     writer = dcp.FileSystemWriter(partial / STATE)  # syncs what it writes
     try:
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=ranks.control)
     except dcp.CheckpointException as exc:
-        raise PipelineError(f"checkpoint: {directory} could not be written: {_reasons(exc)}") from exc
+        raise PipelineError(f"{what}: {_reasons(exc)}") from exc
     shards = (partial / STATE).glob(f"__{ranks.rank}_*")  # DCP's names for what this rank wrote
-    own = ranks.gather_bytes(json.dumps(digests(partial, shards)).encode())
-    _on_first(ranks, end, directory)
-
-
-def _on_first(ranks: Ranks, work: Callable[[], None], directory: Path) -> None:
-    """Have rank 0 do something, and all ranks know whether it could. A collective."""
-    error: OSError | PipelineError | None = None
-    if ranks.rank == 0:
-        try:
-            work()
-        except (OSError, PipelineError) as exc:
-            error = exc
-    if not ranks.all_agree(error is None):
-        reason = f"{type(error).__name__}: {error}" if error else "rank 0 says why"
-        raise PipelineError(f"checkpoint: {directory} could not be written: {reason}") from error
+    written = ranks.gather_entries(digests(partial, shards))
+    with ranks.together(what):
+        if ranks.rank == 0:
+            (partial / LEDGER).write_bytes(ledger)
+            write_sums(partial, written)
+            failpoint("trainer.during_checkpoint")
+            finish(partial, directory)
 
 
 def _reasons(failed: Any) -> str:

@@ -5,8 +5,9 @@ called from another thread while the engine trains; all ranks call them in the s
 Bytes travel as bytes: nothing is pickled.
 """
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -64,6 +65,30 @@ class Ranks:
         buffers = [torch.empty_like(own) for _ in counts]
         dist.all_gather(buffers, own, group=self.control)
         return [buffer[:count].numpy().tobytes() for buffer, count in zip(buffers, counts, strict=True)]
+
+    def gather_entries(self, entries: Mapping[str, str]) -> dict[str, str]:
+        """Return the entries of every rank, the lowest's first, on every rank."""
+        parts = self.gather_bytes(json.dumps(dict(entries)).encode())
+        return {key: value for part in parts for key, value in json.loads(part).items()}
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Have every rank know at the end of the block whether all could do their parts. A collective.
+
+        Args:
+            what: failed if one could not.
+
+        Raises:
+            PipelineError: an operating system's or a pipeline's error on some rank; raised on every rank.
+        """
+        error: OSError | PipelineError | None = None
+        try:
+            yield
+        except (OSError, PipelineError) as exc:
+            error = exc
+        if not self.all_agree(error is None):
+            reason = f"{type(error).__name__}: {error}" if error else "another rank says why"
+            raise PipelineError(f"{what}: {reason}") from error
 
     def reduce(self, values_N: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> torch.Tensor:
         """Return the values reduced over the ranks; for the thread that trains."""
