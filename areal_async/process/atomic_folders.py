@@ -21,15 +21,19 @@ LEDGER = "ledger"
 
 @contextmanager
 def written_whole(directory: Path) -> Iterator[Path]:
-    """Give a fresh folder to fill; when the block ends without an error it becomes ``directory``.
+    """Give a fresh folder to fill; when the block ends without an error it becomes ``directory``, else it is deleted.
 
     One that is there already is replaced.
     """
     partial = partial_name(directory)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    yield partial
-    finish(partial, directory)
+    try:
+        yield partial
+        finish(partial, directory)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
@@ -44,9 +48,9 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 def publish_file(temporary: Path, path: Path) -> None:
     """Have a finished file replace the one at ``path``: a reader never sees half, nor does one after a power cut."""
-    _sync(temporary)
+    sync(temporary)
     temporary.replace(path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def partial_name(directory: Path) -> Path:
@@ -58,15 +62,15 @@ def finish(partial: Path, directory: Path) -> None:
     """Sync everything in ``partial`` and rename it to ``directory``."""
     for folder, _, files in os.walk(partial):
         for name in files:
-            _sync(Path(folder, name))
-        _sync(Path(folder))
+            sync(Path(folder, name))
+        sync(Path(folder))
     replaced = directory.with_name(f".{directory.name}.replaced")
     if directory.exists():
         with suppress(OSError):
             _remove(replaced)
         directory.rename(replaced)
     partial.rename(directory)
-    _sync(directory.parent)
+    sync(directory.parent)
     with suppress(OSError):
         _remove(replaced)
 
@@ -116,7 +120,8 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file, or a folder's list of files, outlive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

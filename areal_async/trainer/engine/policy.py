@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -155,7 +155,7 @@ class FsdpEngine(TrainedEngine[Scores]):
 
     def write_weights(self, tensors: dict[str, Tensor], directory: Path) -> dict[str, str]:
         """Write what ``gather_weights`` returned, as ``save_weights`` does. Rank 0's alone, from any thread."""
-        return weights.write(tensors, directory, source=self._source, config=self._config)
+        return self.folder.write(lambda _: tensors, directory)
 
     def plan_adapter(self) -> list[weights.Bucket]:
         """Return the adapters alone, as they are served, for ``gather_weights``. No collective."""
@@ -191,10 +191,6 @@ class FsdpEngine(TrainedEngine[Scores]):
         """Make sure that adapters loaded from ``directory`` are of this base (``AdapterState``). No collective."""
         if self._adapters is not None:
             self._adapters.check_base(directory)
-
-    @property
-    def _config(self) -> Any:
-        return self._model.decoder.config
 
     def _packed_logprobs(self, minibatch: Sequence[PackedRow]) -> list[Tensor]:
         return [logprobs_S for logprobs_S, _ in self._execution.infer(minibatch)]

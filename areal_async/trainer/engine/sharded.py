@@ -21,6 +21,7 @@ from areal_async.trainer.engine import weights
 from areal_async.trainer.engine.checkpoint import TrainState
 from areal_async.trainer.engine.gradients import Gradients
 from areal_async.trainer.engine.model import DTYPES
+from areal_async.trainer.engine.model_folder import ModelFolder
 from areal_async.trainer.engine.optimizer import learning_rate, make_optimizer
 from areal_async.trainer.engine.parallel.dims import ParallelDims
 from areal_async.trainer.engine.parallel.division import RowPacker
@@ -76,7 +77,19 @@ class ModelEngine(Generic[T]):
 
     def save_weights(self, directory: Path) -> dict[str, str]:
         """Write a Hugging Face folder atomically; return {safetensors file: sha256} on every rank. A collective."""
-        return weights.save(self._model.decoder, self._dtype, directory, source=self._source, ranks=self.dims.all)
+        return self.folder.write_together(self.gather_files(), directory, self.dims.all)
+
+    @property
+    def folder(self) -> ModelFolder:
+        """The weights as they are served, as a Hugging Face folder."""
+        return ModelFolder.of(self._model.decoder, self._source, self._dtype)
+
+    def gather_files(self) -> dict[str, Tensor]:
+        """Return copies, on the CPU, of the tensors of those of the ``folder``'s files that this rank writes.
+
+        A collective.
+        """
+        return weights.gather(self._model.decoder, self.folder.files, self.dims.all, is_dealt=True)
 
     def _infer(self, rows: Sequence[TrainRow], forward: Callable[[list[PackedRow]], list[Tensor]]) -> list[Tensor]:
         """Return for each row what ``forward`` says of every token in its loss; 0 elsewhere [L]. A collective."""

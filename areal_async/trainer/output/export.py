@@ -1,25 +1,30 @@
 """A checkpoint's policy as a plain Hugging Face folder: what ``model.path``, and any other program, can load.
 
-Needs no process group and no model in memory: names and shapes are the checkpoint's own, so it does not matter on how
-many ranks and in which layout it was made.
+Needs no process group, and no more of the model in memory than one file of the folder: it does not matter on how many
+ranks and in which layout the checkpoint was made. The folder is the one that the trainer would have written.
 """
 
+import functools
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from areal_async.config.settings import LoraSettings, ModelSettings
 from areal_async.errors import UserError
+from areal_async.inference.weight_group import describe
 from areal_async.process.atomic_folders import LEDGER
 from areal_async.process.hub import local_model
-from areal_async.trainer.engine import weights
 from areal_async.trainer.engine.checkpoint import PARAMETERS, STATE
 from areal_async.trainer.engine.digests import damage
-from areal_async.trainer.engine.lora import IN, OUT, merge
+from areal_async.trainer.engine.loading import CAUSAL_LM, StoredWeights, empty_decoder
+from areal_async.trainer.engine.lora import IN, OUT, is_adapter, merge
 from areal_async.trainer.engine.model import DTYPES
+from areal_async.trainer.engine.model_folder import ModelFolder
+from areal_async.trainer.engine.weights import Bucket
 
 PREFIX = f"{PARAMETERS}."
 
@@ -29,62 +34,93 @@ def export_policy(
 ) -> dict[str, str]:
     """Write the folder atomically, in the dtype that is served; return {safetensors file: sha256}.
 
-    Takes as much host memory as the weights in that dtype, twice. Adapters are merged into ``model.path``.
+    Takes as much host memory as a file's weights (``model_folder.FILE_BYTES``) and a rank's shard of a parameter.
+    Adapters are merged into ``model.path``.
 
     Raises:
-        UserError: there is no checkpoint, or a live run has removed it meanwhile.
+        UserError: there is no checkpoint, it is of another model, or a live run has removed it meanwhile.
     """
-    from transformers import AutoConfig  # imported here: it takes seconds
-
     if not (checkpoint / LEDGER).is_file():
         raise UserError(f"checkpoint: {checkpoint} is not one; name one of those in {checkpoint.parent}")
-    tensors = _read(checkpoint, DTYPES[model.dtype])
-    source = local_model(model.path)
-    config: Any = AutoConfig.from_pretrained(source, local_files_only=True)
-    named = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-    if lora is not None and lora.is_on:
-        named = _merged(named, source, DTYPES[model.dtype], lora.scale)
-    return weights.write(named, directory, source=source, config=config)
+    saved = _SavedPolicy(checkpoint)
+    source, dtype = local_model(model.path), DTYPES[model.dtype]
+    decoder = empty_decoder(CAUSAL_LM, source, stored=dtype)
+    folder = ModelFolder.of(decoder, source, dtype)
+    if lora is None or not lora.is_on:
+        return folder.write(saved.read, directory)
+    stored = StoredWeights.of(decoder, CAUSAL_LM, source)
+    adapters = saved.read([describe(name, one.to(dtype)) for name, one in saved.parameters.items() if is_adapter(name)])
+    return folder.write(functools.partial(_merged, stored, adapters, dtype, lora.scale), directory)
 
 
-def _read(checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the parameters in a checkpoint.
+class _SavedPolicy:
+    """The parameters in a checkpoint, read some at a time."""
 
-    Raises:
-        UserError: some of its files have gone meanwhile.
-    """
-    import torch.distributed.checkpoint as dcp  # imported here: it takes seconds
-    from torch.distributed.checkpoint.api import CheckpointException
+    def __init__(self, checkpoint: Path) -> None:
+        """Read what is there, and no parameter.
 
-    reason, files = damage(checkpoint), set(checkpoint.rglob("*"))
-    if reason and checkpoint.is_dir():
-        raise UserError(f"checkpoint: {checkpoint}: {reason}; take another one")
-    try:
-        reader = dcp.FileSystemReader(checkpoint / STATE)
-        tensors: dict[str, Tensor] = {
-            name: torch.empty(entry.size, dtype=dtype)
-            for name, entry in reader.read_metadata().state_dict_metadata.items()
+        Raises:
+            UserError: some of its files are damaged, or have gone meanwhile.
+        """
+        import torch.distributed.checkpoint as dcp  # imported here: it takes seconds
+
+        self._checkpoint = checkpoint
+        reason, self._files = damage(checkpoint), set(checkpoint.rglob("*"))
+        if reason and checkpoint.is_dir():
+            raise UserError(f"checkpoint: {checkpoint}: {reason}; take another one")
+        with self._still_there():
+            self._reader = dcp.FileSystemReader(checkpoint / STATE)
+            entries = self._reader.read_metadata().state_dict_metadata
+        self.parameters = {
+            name.removeprefix(PREFIX): torch.empty(entry.size, device="meta")
+            for name, entry in entries.items()
             if name.startswith(PREFIX) and hasattr(entry, "size")
         }
-        with warnings.catch_warnings():
+        """Their names and shapes, without content."""
+
+    def read(self, bucket: Bucket) -> dict[str, Tensor]:
+        """Return some of the parameters, in the bucket's types.
+
+        Raises:
+            UserError: some are not there, are of another shape, or have gone meanwhile.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        for spec in bucket:
+            found = self.parameters.get(spec.name)
+            if found is None or list(found.shape) != spec.shape:
+                got = "none" if found is None else f"one of {list(found.shape)}"
+                raise UserError(
+                    f"checkpoint: {self._checkpoint} is of another model than model.path: got {got} for {spec.name}, "
+                    f"need one of {spec.shape}; name the model that it was trained from"
+                )
+        tensors = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in bucket}
+        with self._still_there(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
-    except (OSError, CheckpointException) as exc:
-        if files <= set(checkpoint.rglob("*")):
-            raise
-        raise UserError(
-            f"checkpoint: {checkpoint} has gone meanwhile, as its run keeps the newest alone; take a newer one"
-        ) from exc
+            named = {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
+            dcp.load(named, storage_reader=self._reader, no_dist=True)
+        return tensors
+
+    @contextmanager
+    def _still_there(self) -> Iterator[None]:
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        try:
+            yield
+        except (OSError, CheckpointException) as exc:
+            if self._files <= set(self._checkpoint.rglob("*")):
+                raise
+            gone = f"checkpoint: {self._checkpoint} has gone meanwhile"
+            raise UserError(f"{gone}, as its run keeps the newest alone; take a newer one") from exc
+
+
+def _merged(
+    stored: StoredWeights, adapters: dict[str, Tensor], dtype: torch.dtype, scale: float, bucket: Bucket
+) -> dict[str, Tensor]:
+    """Return weights that adapters were trained over, merged with them."""
+    tensors = {spec.name: stored.read(spec.name, dtype) for spec in bucket}
+    for name, weight in tensors.items():
+        layer = name.removesuffix(".weight")
+        if f"{layer}.{IN}" in adapters:
+            tensors[name] = merge(weight, adapters[f"{layer}.{IN}"], adapters[f"{layer}.{OUT}"], scale)
     return tensors
-
-
-def _merged(adapters: dict[str, Tensor], source: Path, dtype: torch.dtype, scale: float) -> dict[str, Tensor]:
-    """Return the weights that adapters were trained over, merged with them."""
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True)
-    weights = {name: parameter.detach() for name, parameter in base.named_parameters()}
-    for name in [name.removesuffix(f".{IN}") for name in adapters if name.endswith(f".{IN}")]:
-        key = f"{name}.weight"
-        weights[key] = merge(weights[key], adapters[f"{name}.{IN}"], adapters[f"{name}.{OUT}"], scale)
-    return weights

@@ -31,6 +31,7 @@ def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
         partial.write_text("half of the new")
 
     assert (target / "file").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["1-2"]
 
 
 def test_an_older_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:

@@ -190,26 +190,27 @@ class StagedModel(nn.Module):
                     work.wait()
                 own.add_(theirs)
 
-    def fetch(self, name: str, parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """Return a whole parameter on rank 0, anything elsewhere. A collective.
+    def fetch(self, name: str, parameter: Tensor | None, dtype: torch.dtype, *, to: int) -> Tensor | None:
+        """Return a whole parameter on one rank, None elsewhere. A collective.
 
         Args:
             parameter: this rank's of that name.
+            to: number of the rank.
         """
         owner = self._holders[name][0] % self._dims.sizes[PP]
+        target, place = divmod(to, self._dims.ranks_per_stage)
         whole: Tensor | None = None
         if self._dims.pp_rank == owner:
             assert parameter is not None
             whole = whole_of(parameter, dtype, self._dims.all.device)
-        if owner == 0 or self._dims.all.rank % self._dims.ranks_per_stage:
-            return whole  # rank 0 has it, or is not in this pipeline
-        if self._dims.pp_rank == owner:
-            assert whole is not None
-            dist.send(whole.contiguous(), group=self.pp_group, group_dst=0)
-        elif self._dims.pp_rank == 0:
-            whole = torch.empty(self.shapes[name], dtype=dtype, device=self._dims.all.device)
-            dist.recv(whole, group=self.pp_group, group_src=owner)
-        return whole
+        if owner != target and self._dims.all.rank % self._dims.ranks_per_stage == place:  # in its pipeline
+            if self._dims.pp_rank == owner:
+                assert whole is not None
+                dist.send(whole.contiguous(), group=self.pp_group, group_dst=target)
+            elif self._dims.pp_rank == target:
+                whole = torch.empty(self.shapes[name], dtype=dtype, device=self._dims.all.device)
+                dist.recv(whole, group=self.pp_group, group_src=owner)
+        return whole if self._dims.all.rank == to else None
 
 
 def divide(decoder: Any, num_stages: int) -> list[list[nn.Module]]:

@@ -1,18 +1,16 @@
 """A rank's memory has its own part of a model and nothing else, in every layout, with the numbers of the folder."""
 
-import gc
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from areal_async.errors import UserError
 from areal_async.trainer.engine.parallel.dims import local_shard
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.engine.policy import FsdpEngine
+from tests.unit.trainer.counted_memory import count
 from tests.unit.trainer.models import engine_of, save_model
 from tests.unit.trainer.rank_workers import RankWorkers
 
@@ -106,20 +104,12 @@ def load_counted(ranks: Ranks, folder: Path, layouts: list[dict[str, Any]]) -> l
 
 
 def _load_counted(ranks: Ranks, folder: Path, layout: dict[str, Any]) -> dict[str, int]:
-    gc.collect()  # what is left of the layout before must not be given back while this one is counted
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        engine: FsdpEngine = engine_of(folder, ranks, **layout)
-    events: Any = seen.profiler
-    held = most = 0
-    for event in sorted(events.kineto_results.events(), key=lambda one: one.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
+    engine, counted = count(lambda: engine_of(folder, ranks, **layout))
     shards = [local_shard(one) for one in engine._model.parameters()]
     whole = engine.plan_buckets(max_bytes=0)
     return {
-        "peak": most,
-        "left": held,
+        "peak": counted.peak,
+        "left": counted.left,
         "own": sum(one.nbytes for one in shards),
         "bucket": max(one.nbytes for one in shards),
         "model": 4 * sum(math.prod(spec.shape) for bucket in whole for spec in bucket),

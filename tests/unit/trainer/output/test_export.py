@@ -16,8 +16,10 @@ from areal_async.launch.run_directory import RunDirectory
 from areal_async.trainer.engine.checkpoint import STATE
 from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.engine.weights import num_bytes
 from areal_async.trainer.output.export import export_policy
-from tests.unit.trainer.models import engine_of, parameters_differ, random_rows
+from tests.unit.trainer.counted_memory import count
+from tests.unit.trainer.models import engine_of, parameters_differ, random_rows, save_model
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -43,6 +45,32 @@ def test_an_exported_checkpoint_is_the_folder_that_the_trainer_writes(
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("exported", "direct")]
     assert configs[0] == configs[1]
     assert (tmp_path / "exported" / "tokenizer.json").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    Engines(actor=engine_of(model, ranks)).save_checkpoint(tmp_path / "1-1", b"")
+    other = save_model(tmp_path / "other", num_layers=3)
+
+    with pytest.raises(UserError, match=r"of another model than model.path: got none for model.layers.2.* need one of"):
+        export_policy(tmp_path / "1-1", tmp_path / "exported", model=ModelSettings(path=str(other), dtype="float32"))
+
+    assert not list(tmp_path.glob("*exported*"))
+
+
+def test_an_export_has_a_file_in_memory_at_a_time(
+    model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.trainer.engine.model_folder.FILE_BYTES", 12_000)
+    engine = engine_of(model, ranks)
+    Engines(actor=engine).save_checkpoint(tmp_path / "1-1", b"")
+    settings = ModelSettings(path=str(model), dtype="float32")
+
+    hashes, counted = count(lambda: export_policy(tmp_path / "1-1", tmp_path / "exported", model=settings))
+
+    largest = max(num_bytes(bucket) for bucket in engine.folder.files)
+    assert len(hashes) > 2
+    assert counted.peak <= 2 * largest + 4096, "a file, a shard, and what is computed instead of stored"
+    assert hashes == engine.save_weights(tmp_path / "direct")
 
 
 def test_training_starts_from_an_exported_folder(model: Path, ranks: Ranks, tmp_path: Path) -> None:
