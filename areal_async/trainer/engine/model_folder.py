@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from areal_async.errors import PipelineError
 from areal_async.process.atomic_folders import finish, partial_name, sync, written_whole
 from areal_async.trainer.engine.digests import digests
 from areal_async.trainer.engine.parallel.ranks import Ranks
@@ -65,18 +66,23 @@ class ModelFolder:
             PipelineError: some rank could not write; raised on every rank.
         """
         partial, what = partial_name(directory), f"weights: {directory} could not be written"
-        with ranks.together(what):
+        written: dict[str, str] = {}
+        try:
+            with ranks.together(what):
+                if ranks.rank == 0:
+                    shutil.rmtree(partial, ignore_errors=True)
+                    partial.mkdir(parents=True)
+                    self._begin(partial)
+            with ranks.together(what):
+                own = [number for number, bucket in enumerate(self.files) if bucket[0].name in tensors]
+                written = digests(partial, [self._write_file(number, tensors, partial) for number in own])
+            with ranks.together(what):
+                if ranks.rank == 0:
+                    finish(partial, directory)
+        except PipelineError:  # known to every rank: none writes any more
             if ranks.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-                self._begin(partial)
-        written: dict[str, str] = {}
-        with ranks.together(what):
-            own = [number for number, bucket in enumerate(self.files) if bucket[0].name in tensors]
-            written = digests(partial, [self._write_file(number, tensors, partial) for number in own])
-        with ranks.together(what):
-            if ranks.rank == 0:
-                finish(partial, directory)
+            raise
         return ranks.gather_entries(written)
 
     def _begin(self, folder: Path) -> None:

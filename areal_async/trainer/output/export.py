@@ -6,7 +6,7 @@ ranks and in which layout the checkpoint was made. The folder is the one that th
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,6 +48,7 @@ def export_policy(
     folder = ModelFolder.of(decoder, source, dtype)
     if lora is None or not lora.is_on:
         return folder.write(saved.read, directory)
+    saved.check_adapters(folder.files)
     stored = StoredWeights.of(decoder, CAUSAL_LM, source)
     adapters = saved.read([describe(name, one.to(dtype)) for name, one in saved.parameters.items() if is_adapter(name)])
     return folder.write(functools.partial(_merged, stored, adapters, dtype, lora.scale), directory)
@@ -90,16 +91,37 @@ class _SavedPolicy:
             found = self.parameters.get(spec.name)
             if found is None or list(found.shape) != spec.shape:
                 got = "none" if found is None else f"one of {list(found.shape)}"
-                raise UserError(
-                    f"checkpoint: {self._checkpoint} is of another model than model.path: got {got} for {spec.name}, "
-                    f"need one of {spec.shape}; name the model that it was trained from"
-                )
+                raise self._stranger(f"got {got} for {spec.name}, need one of {spec.shape}")
         tensors = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in bucket}
         with self._still_there(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             named = {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
             dcp.load(named, storage_reader=self._reader, no_dist=True)
         return tensors
+
+    def check_adapters(self, files: Iterable[Bucket]) -> None:
+        """Make sure that there are adapters, and that each is of one of these weights.
+
+        Raises:
+            UserError: they are of another model, or none are there.
+        """
+        shapes = {spec.name: spec.shape for bucket in files for spec in bucket}
+        layers = [name.removesuffix(f".{IN}") for name in self.parameters if name.endswith(f".{IN}")]
+        if not layers:
+            raise self._stranger("got no adapters, need some, as trainer.lora.rank says")
+        for layer in layers:
+            got = [self.parameters[f"{layer}.{OUT}"].shape[0], self.parameters[f"{layer}.{IN}"].shape[1]]
+            need = shapes.get(f"{layer}.weight")
+            if got != need:
+                raise self._stranger(
+                    f"got an adapter of {got} for {layer}, need {f'one of {need}' if need else 'none'}"
+                )
+
+    def _stranger(self, what: str) -> UserError:
+        return UserError(
+            f"checkpoint: {self._checkpoint} is of another model than model.path: {what}; "
+            "name the model that it was trained from"
+        )
 
     @contextmanager
     def _still_there(self) -> Iterator[None]:

@@ -236,6 +236,20 @@ def test_a_checkpoint_over_another_base_or_without_adapters_is_refused(
         Engines(actor=engine_of(model, ranks)).load_checkpoint(tmp_path / "1-2")
 
 
+def test_adapters_of_another_model_are_not_exported(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    Engines(actor=adapted(model, ranks)).save_checkpoint(tmp_path / "1-2", b"")
+    Engines(actor=engine_of(model, ranks)).save_checkpoint(tmp_path / "1-3", b"")
+    lora = LoraSettings.model_validate(LORA)
+    shorter = ModelSettings(path=str(save_model(tmp_path / "shorter", num_layers=1)))
+
+    with pytest.raises(UserError, match=r"another model.*got an adapter of .* for model.layers.1.*, need none; name"):
+        export_policy(tmp_path / "1-2", tmp_path / "out", model=shorter, lora=lora)
+    with pytest.raises(UserError, match="another model.*got no adapters"):
+        export_policy(tmp_path / "1-3", tmp_path / "out", model=ModelSettings(path=str(model)), lora=lora)
+
+    assert not list(tmp_path.glob("*out*"))
+
+
 def test_only_the_named_modules_are_adapted(model: Path, ranks: Ranks) -> None:
     engine = adapted(model, ranks, lora={"rank": 2, "target_modules": ["q_proj", "down_proj"]})
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import resource
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -120,6 +121,19 @@ def test_every_rank_learns_that_a_folder_could_not_be_written(two_ranks: RankWor
 
     assert "config.json/1-0 could not be written: NotADirectoryError" in first
     assert "config.json/1-0 could not be written: another rank says why" in second
+
+
+def test_what_could_not_be_written_leaves_nothing_behind(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    engine = engine_of(model, ranks)
+    _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, most))
+    try:
+        with pytest.raises(PipelineError, match="1-0 could not be written: OSError: .*File too large"):
+            engine.save_weights(tmp_path / "weights" / "1-0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert not list((tmp_path / "weights").iterdir())
 
 
 class Saved(NamedTuple):
