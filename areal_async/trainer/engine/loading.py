@@ -53,6 +53,12 @@ def empty_decoder(kind: str, folder: Path, *, stored: torch.dtype) -> Any:
             f"model: got {folder} of type {config.model_type}, whose weights are stored in another layout than they "
             "are trained in; need a dense decoder such as Qwen2, Qwen3 or Llama"
         )
+    stored_buffers = decoder.state_dict().keys() - dict(decoder.named_parameters(remove_duplicate=False)).keys()
+    if stored_buffers:
+        raise UserError(
+            f"model: got {folder} of type {config.model_type}, which stores {min(stored_buffers)} beside its "
+            "parameters; need a decoder that stores parameters alone, such as Qwen2, Qwen3 or Llama"
+        )
     _compute_buffers(decoder)
     return decoder.eval()
 

@@ -92,6 +92,14 @@ def test_a_folder_that_lacks_weights_is_refused_in_one_sentence(ranks: Ranks, tm
         engine_of(folder, ranks)
 
 
+def test_a_model_that_stores_more_than_parameters_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    """Nothing would read it: it would be whatever lay in memory."""
+    folder = save_model(tmp_path / "model", family="apertus")
+
+    with pytest.raises(UserError, match=r"of type apertus, which stores model\.layers\.0\.mlp\.act_fn\.beta"):
+        engine_of(folder, ranks)
+
+
 def parameters_of(ranks: Ranks, folder: Path, layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return all parameters in each layout, as arrays, on rank 0."""
     wholes = [engine_of(folder, ranks, **layout).full_parameters() for layout in layouts]
