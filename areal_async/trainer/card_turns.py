@@ -14,6 +14,7 @@ import anyio
 import structlog
 
 from areal_async.bus import Bus
+from areal_async.config.settings import InferenceSettings
 from areal_async.errors import BusError, PipelineError
 from areal_async.inference.card import BEAT_S
 from areal_async.process.bell import Bell
@@ -27,7 +28,7 @@ from areal_async.trainer.batch.lineage import Lineage
 SERVER_POLL_S = 0.1
 LAST_WORD_DEADLINE_S = 5.0
 SLACK_S = 60.0
-"""For servers to give way, beyond the time that one may take to start: it is asked when it has."""
+"""For servers to give way, beyond the most that one may take to start: it is asked when it has."""
 
 log = structlog.get_logger()
 
@@ -35,13 +36,13 @@ log = structlog.get_logger()
 class CardTurns:
     """The turns of one lineage."""
 
-    def __init__(self, bus: Bus, lineage: Lineage, *, start_deadline_s: float, clock: PausableClock) -> None:
-        """Take the time that a server may need to start, and the clock that stands still in a turn."""
+    def __init__(self, bus: Bus, lineage: Lineage, settings: InferenceSettings, *, clock: PausableClock) -> None:
+        """Take the clock that stands still in a turn."""
         self.hold = ""
         """Version of the step whose turn it is; empty between two turns."""
         self._bus = bus
         self._lineage = lineage
-        self._deadline_s = start_deadline_s + SLACK_S
+        self._deadline_s = settings.start_bound_s + SLACK_S
         self._clock = clock
         self._writing = anyio.Lock()
         self._begun = Bell()

@@ -58,7 +58,7 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     """Train as one rank until the run's last step, a stop, or an error."""
     deadline_s = RANK_DEADLINE_S + 2 * settings.inference.transfer_deadline_s
     if settings.inference.colocate == "release":
-        deadline_s += settings.inference.start_deadline_s  # rank 0 may wait for servers that share its GPU
+        deadline_s += settings.inference.start_bound_s  # rank 0 may wait for servers that share its GPU
     with joined_ranks(deadline_s=deadline_s, num_threads=settings.trainer.num_threads) as ranks:
         logging.configure(f"trainer-{ranks.rank}", run_directory / "logs")
         stacks.install(stacks.path_for(run_directory, f"trainer-{ranks.rank}"))
@@ -123,7 +123,7 @@ async def _run_rank(
         )
         turns = None
         if feed is not None and settings.inference.colocate == "release":
-            turns = CardTurns(bus, feed.lineage, start_deadline_s=settings.inference.start_deadline_s, clock=feed.clock)
+            turns = CardTurns(bus, feed.lineage, settings.inference, clock=feed.clock)
             await turns.begin(restored_step)
             loops.start_soon(turns.run_beats)
         trainer = Trainer(

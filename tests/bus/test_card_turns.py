@@ -4,6 +4,7 @@ import anyio
 import pytest
 
 from areal_async.bus import Bus, Role
+from areal_async.config.settings import InferenceSettings
 from areal_async.errors import FencedError, PipelineError
 from areal_async.process.pausable_clock import PausableClock
 from areal_async.protocol.run_state import CardHold, ServerState
@@ -16,6 +17,8 @@ from tests.brokers import OpenRole, until
 
 pytestmark = pytest.mark.anyio
 
+INFERENCE = InferenceSettings(start_deadline_s=60.0)
+
 
 class Scene:
     """A trainer of the first lineage, and a node that writes what its servers do."""
@@ -23,7 +26,7 @@ class Scene:
     def __init__(self, trainer: Bus, node: Bus, lineage: Lineage) -> None:
         self.trainer, self.node = trainer, node
         self.clock = PausableClock()
-        self.turns = CardTurns(trainer, lineage, start_deadline_s=60.0, clock=self.clock)
+        self.turns = CardTurns(trainer, lineage, INFERENCE, clock=self.clock)
 
     async def say(self, server_id: str, card: str) -> None:
         state = ServerState(server_id=server_id, node_id="0", url="", version="1-0", card=card)
@@ -98,9 +101,10 @@ async def test_a_turn_that_lasts_is_told_of_again_and_again(scene: Scene, monkey
 async def test_a_server_that_never_gives_way_ends_the_trainer_by_name(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Not before the end of the time that it may take to start, with all that it has to say meanwhile."""
     await scene.say("0-0", "used")
-    monkeypatch.setattr(card_turns, "SLACK_S", -60.0)
-    turns = CardTurns(scene.trainer, scene.turns._lineage, start_deadline_s=60.0, clock=scene.clock)
+    monkeypatch.setattr(card_turns, "SLACK_S", -INFERENCE.start_bound_s)
+    turns = CardTurns(scene.trainer, scene.turns._lineage, INFERENCE, clock=scene.clock)
     with pytest.raises(PipelineError, match=r"step 1: servers 0-0 have not given .* within 0 s"):
         await turns.turn(1).__aenter__()
     assert await scene.told() == CardHold(version="1-1", is_held=False)
@@ -109,7 +113,7 @@ async def test_a_server_that_never_gives_way_ends_the_trainer_by_name(
 async def test_a_newer_trainer_ends_an_older_ones_turns(scene: Scene, open_role: OpenRole) -> None:
     await scene.turns.begin(0)
     newer = await open_role(Role.TRAINER, "1")
-    await CardTurns(newer, await Lineage.take(newer), start_deadline_s=60.0, clock=PausableClock()).begin(0)
+    await CardTurns(newer, await Lineage.take(newer), INFERENCE, clock=PausableClock()).begin(0)
 
     with pytest.raises(FencedError):
         await scene.turns.turn(1).__aenter__()
