@@ -127,17 +127,20 @@ def _run(step: Step, *, rehearse: bool) -> Result:
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-s", "-n", "0", "-m", "gpu", f"tests/gpu/{step.file}"]
     environment = {**os.environ, **({DEVICE: "cpu"} if rehearse else {})}
     started = time.monotonic()
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, errors="replace", start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=step.deadline_s)
-        status: int | None = process.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        status = None
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=step.deadline_s)
+            status: int | None = process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            status = None
+        finally:
+            if process.returncode is None:  # interrupted, as the step in its session is not
+                os.killpg(process.pid, signal.SIGKILL)
     return judge(step, status, output, time.monotonic() - started)
 
 

@@ -1,6 +1,10 @@
 """The first hour on GPUs ends on any machine: it says what it could not run, and stops where the ground is missing."""
 
+import signal
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +35,29 @@ def test_a_step_that_others_stand_on_ends_the_hour_when_it_fails(capsys: pytest.
     assert main([], steps=(GROUND, HOUSE)) == 1
 
     assert "not run: ground: failed, and this stands on it" in capsys.readouterr().out
+
+
+def test_an_interrupt_ends_the_step_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in a session of its own, and would go on with the GPUs."""
+    started: list[subprocess.Popen[str]] = []
+
+    popen = subprocess.Popen
+
+    def endless(command: Sequence[str], **how: Any) -> "subprocess.Popen[str]":
+        process = popen(["sleep", "infinity"], **how)
+        monkeypatch.setattr(process, "communicate", interrupted)
+        started.append(process)
+        return process
+
+    def interrupted(**_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(gpu_hour.subprocess, "Popen", endless)
+    with pytest.raises(KeyboardInterrupt):
+        main([], steps=(GROUND,))
+
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 @pytest.mark.parametrize(
