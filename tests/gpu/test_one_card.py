@@ -14,7 +14,7 @@ from tools.gpu_hour import sglang_python
 def test_a_run_on_one_card_trains_and_keeps_its_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [
         "--config", "configs/gsm8k_cpu.yaml", "--run.directory", str(tmp_path), "--run.name", "one", "--run.steps", "2",
-        "--eval.every_steps", "0", "--rollout.batch_groups", "4",
+        "--eval.every_steps", "0", "--rollout.batch_groups", "4", "--inference.colocate", "release",
     ]  # fmt: skip
     if DEVICE == "cuda":
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_gpus()[0])
