@@ -25,7 +25,7 @@ from tests.unit.trainer.models import random_rows
 
 SPARE_BYTES = 1024
 """Of losses, what a pipeline has said of its rows, and what fills a parameter up that ranks cannot share evenly."""
-SETTLING_S = 5
+SETTLING_S = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Living(TorchDispatchMode):
         return sum(one.nbytes() for one in living if one is not None)
 
     def settled_bytes(self, expected: int) -> int:
-        """Bytes that are alive, where more than expected after some time: gloo's thread lets go a moment late."""
+        """Bytes that are alive, where more than expected after long enough: gloo's thread lets go a moment late."""
         until = time.monotonic() + SETTLING_S
         while self.num_bytes > expected and time.monotonic() < until:
             time.sleep(0.01)
