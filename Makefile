@@ -18,10 +18,10 @@ export NEED_AGENTS := $(AGENTS)/bin/python
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
 	$(BIN)/python -m areal_async run workflows/gsm8k.py $(ARGS)
 
-# Four files at a time, for half of each one's time is a wait; each whole in one process, in their order: the long
+# Three files at a time, for a third of each one's time is a wait; each whole in one process, in their order: the long
 # ones come first. ARGS="-n 0 ..." undoes it.
 test: $(STAMP) browser agents  ## every test that runs without a GPU and without SGLang, but for those of `test-runs`
-	$(BIN)/python -m pytest -m "not sglang and not slurm and not whole_runs and not nightly and not gpu" -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not sglang and not slurm and not whole_runs and not nightly and not gpu" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 browser:  ## what the report of a run is looked at with; Debian's, where there is none
 	$(PYTHON) tools/setup_browser.py
@@ -29,7 +29,7 @@ browser:  ## what the report of a run is looked at with; Debian's, where there i
 agents: $(AGENTS)/.installed  ## the agent frameworks that are tried at the endpoint, in an environment of their own
 
 test-runs: $(STAMP)  ## whole runs: what users do, end to end, each workflow, a run that is operated, killed or damaged
-	$(BIN)/python -m pytest -m "whole_runs and not nightly" -n 4 --dist loadfile --no-loadscope-reorder tests/e2e $(ARGS)
+	$(BIN)/python -m pytest -m "whole_runs and not nightly" -n 3 --dist loadfile --no-loadscope-reorder tests/e2e $(ARGS)
 
 sglang:  ## an environment in which the real SGLang runs on a CPU
 	$(PYTHON) tools/setup_sglang.py $(SGLANG)
