@@ -20,17 +20,21 @@ def weight_of_chunks(weight: Tensor, count: int) -> list[Tensor]:
 
 
 class _Total:
-    """A sum of so many gradients."""
+    """A sum of so many gradients, in each backward pass anew."""
 
     def __init__(self, count: int) -> None:
-        self._num_missing = count
+        self._count = self._num_missing = count
         self._sum: Tensor | None = None
 
     def add(self, gradient: Tensor) -> Tensor | None:
         """Return the whole sum with the last gradient, nothing before."""
-        self._sum = gradient.float() if self._sum is None else self._sum.add_(gradient)
+        total = gradient.float() if self._sum is None else self._sum.add_(gradient)
         self._num_missing -= 1
-        return None if self._num_missing else self._sum.to(gradient.dtype)
+        if self._num_missing:
+            self._sum = total
+            return None
+        self._sum, self._num_missing = None, self._count
+        return total.to(gradient.dtype)
 
 
 class _SummedInFloat32(torch.autograd.Function):
