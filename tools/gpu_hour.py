@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -127,20 +128,22 @@ def _run(step: Step, *, rehearse: bool) -> Result:
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-s", "-n", "0", "-m", "gpu", f"tests/gpu/{step.file}"]
     environment = {**os.environ, **({DEVICE: "cpu"} if rehearse else {})}
     started = time.monotonic()
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, errors="replace", start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    ) as process:  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=step.deadline_s)
-            status: int | None = process.returncode
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            status = None
-        finally:
-            if process.returncode is None:  # interrupted, as the step in its session is not
-                os.killpg(process.pid, signal.SIGKILL)
+    # A file, and no pipe: what a step leaves behind may hold that open for ever.
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        with subprocess.Popen(
+            command, cwd=ROOT, env=environment, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
+        ) as process:  # fmt: skip
+            status: int | None = None
+            try:
+                status = process.wait(step.deadline_s)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                if process.returncode is None:  # late, or interrupted as the step in its session is not
+                    os.killpg(process.pid, signal.SIGKILL)
+        said.seek(0)
+        output = said.read()
     return judge(step, status, output, time.monotonic() - started)
 
 

@@ -1,8 +1,11 @@
 """The first hour on GPUs ends on any machine: it says what it could not run, and stops where the ground is missing."""
 
+import dataclasses
+import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +48,12 @@ def test_an_interrupt_ends_the_step_too(monkeypatch: pytest.MonkeyPatch) -> None
 
     def endless(command: Sequence[str], **how: Any) -> "subprocess.Popen[str]":
         process = popen(["sleep", "infinity"], **how)
-        monkeypatch.setattr(process, "communicate", interrupted)
+        monkeypatch.setattr(process, "wait", interrupted)
         started.append(process)
         return process
 
-    def interrupted(**_: float) -> None:
+    def interrupted(*_: float) -> None:
+        monkeypatch.setattr(started[0], "wait", partial(popen.wait, started[0]))
         raise KeyboardInterrupt
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -58,6 +62,23 @@ def test_an_interrupt_ends_the_step_too(monkeypatch: pytest.MonkeyPatch) -> None
         main([], steps=(GROUND,))
 
     assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+def test_what_a_late_step_leaves_behind_holds_up_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own processes in other sessions have its output open still."""
+    left = tmp_path / "left"
+    popen = subprocess.Popen
+    script = f"setsid sleep 600 & echo $! > {left}; echo begun; sleep 600"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(gpu_hour.subprocess, "Popen", lambda command, **how: popen(["sh", "-c", script], **how))
+    try:
+        assert main([], steps=(dataclasses.replace(GROUND, deadline_s=3.0),)) == 1
+    finally:
+        os.kill(int(left.read_text()), signal.SIGKILL)
+
+    assert "longer than 3 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
