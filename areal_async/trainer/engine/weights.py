@@ -83,13 +83,19 @@ def gather(
     return tensors
 
 
-def witnesses(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def witnesses(tensors: Mapping[str, Tensor], *, of: Iterable[TensorSpec] | None = None) -> dict[str, str]:
     """Return {name: sha256 of the bytes} of a few tensors, which prove what a server runs.
 
     They are chosen from those that servers keep as they are: the norms of the first, the middle and the last layer
     and those outside of layers, and the last matrix of the first and the last layer.
+
+    Args:
+        of: all that is served, where ``tensors`` are this rank's part.
     """
-    return {name: _sha256(tensors[name]) for name in _witness_names(tensors)}
+    num_dims = {name: tensor.ndim for name, tensor in tensors.items()}
+    if of is not None:
+        num_dims = {spec.name: len(spec.shape) for spec in of}
+    return {name: _sha256(tensors[name]) for name in _witness_names(num_dims) if name in tensors}
 
 
 def base_witnesses(causal_lm: nn.Module, read: Callable[[str], Tensor]) -> dict[str, str]:
@@ -102,7 +108,8 @@ def base_witnesses(causal_lm: nn.Module, read: Callable[[str], Tensor]) -> dict[
     """
     named = {name: parameter.detach() for name, parameter in causal_lm.named_parameters() if not is_adapter(name)}
     adapted = {f"{name}.weight": f"{name}.{BASE}.weight" for name in adapters(causal_lm)}
-    return {adapted.get(name, name): _sha256(read(name)) for name in _witness_names(named)}
+    num_dims = {name: parameter.ndim for name, parameter in named.items()}
+    return {adapted.get(name, name): _sha256(read(name)) for name in _witness_names(num_dims)}
 
 
 def adapter_witnesses(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -121,17 +128,17 @@ def _copied(wholes: list[Tensor], bucket: Bucket, send: Callable[[Tensor], None]
     return dict(unflatten(flat.cpu(), bucket))
 
 
-def _witness_names(tensors: Mapping[str, Tensor]) -> list[str]:
-    layers = sorted({layer for name in tensors if (layer := layer_of(name)) is not None})
+def _witness_names(num_dims: Mapping[str, int]) -> list[str]:
+    layers = sorted({layer for name in num_dims if (layer := layer_of(name)) is not None})
     ends = {layers[0], layers[-1]} if layers else set()
     looked_at = {None, *ends, *layers[len(layers) // 2 :][:1]}
 
-    def is_witness(name: str, tensor: Tensor) -> bool:
-        if tensor.ndim == 1:
+    def is_witness(name: str) -> bool:
+        if num_dims[name] == 1:
             return "norm" in name and layer_of(name) in looked_at
         return name.endswith(".down_proj.weight") and layer_of(name) in ends
 
-    return [name for name, tensor in tensors.items() if is_witness(name, tensor)]
+    return [name for name in num_dims if is_witness(name)]
 
 
 def _dtype(spec: TensorSpec) -> torch.dtype:
