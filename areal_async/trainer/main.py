@@ -32,8 +32,9 @@ from areal_async.trainer.loop import Trainer
 from areal_async.trainer.output.archive import MetricsFile
 from areal_async.trainer.output.broadcast import Broadcaster, address_towards
 from areal_async.trainer.output.checkpointer import Checkpointer
-from areal_async.trainer.output.publisher import ServedWeights, WeightsPublisher, sends_adapter
+from areal_async.trainer.output.publisher import WeightsPublisher
 from areal_async.trainer.output.restoring import choose_checkpoint
+from areal_async.trainer.output.served import ServedWeights, sends_adapter
 from areal_async.trainer.step_runner import StepRunner
 
 METRICS_INTERVAL_S = 1.0

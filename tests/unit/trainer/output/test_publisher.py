@@ -24,7 +24,8 @@ from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
 from areal_async.trainer.output.broadcast import Broadcaster
-from areal_async.trainer.output.publisher import ServedWeights, WeightsPublisher, sends_adapter
+from areal_async.trainer.output.publisher import WeightsPublisher
+from areal_async.trainer.output.served import ServedWeights, sends_adapter
 from tests.brokers import OpenRole
 from tests.unit.trainer.models import engine_of
 from tests.unit.trainer.receivers import DEADLINE_S, Receiver, are_equal, state_of
