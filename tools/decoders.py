@@ -190,7 +190,9 @@ _CUT = types.Cut(
         )
     ],
 )  # fmt: skip
-_GROUP = types.UpdateGroup(name="g1", address="10.0.0.1", port=7000, backend="gloo", size=3, ranks={"s0": 1, "s1": 2})
+_GROUP = types.UpdateGroup(
+    name="g1", address="10.0.0.1", port=7000, backend="gloo", size=3, ranks={"s0": 1, "s1": 2}, incarnations={"s0": "a"}
+)
 _TENSOR = types.TensorSpec(name="lm_head.weight", dtype="bfloat16", shape=[128, 64])
 _ALARM = msgspec.json.encode(
     AlarmRaised(name="logprob_gap", step=7, weights_version="1-7", sentence="they are apart", value=None, bound=0.5)

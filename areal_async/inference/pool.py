@@ -64,8 +64,6 @@ class ServerHandle:
     """Weights versions that it was given."""
     swap_total_s: float = 0.0
     """Time for which swaps have paused it, summed."""
-    past_groups: set[str] = field(default_factory=set)
-    """Update groups that its processes have joined."""
     card: str = ""
     """As ``ServerState.card``."""
     is_held: bool = False

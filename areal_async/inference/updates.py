@@ -200,8 +200,7 @@ class Updater:
         """Say whether this is a broadcast that waits for this very process; others wait for the copy on disk."""
         return (
             newest.group is not None
-            and self._server.id in newest.group.ranks
-            and (newest.group.name == self._group or newest.group.name not in self._server.past_groups)
+            and newest.group.incarnations.get(self._server.id) == self._server.incarnation
             and newest.version != self._missed
         )
 
@@ -256,7 +255,6 @@ class Updater:
                 await (await anyio.connect_tcp(group.address, group.port)).aclose()
         except (OSError, TimeoutError) as exc:
             raise ServerFault(f"group {group.name}: nobody at {group.address}:{group.port}: {exc}") from exc
-        self._server.past_groups.add(group.name)
         self._group = group.name
         await self._api.join_group(
             group, rank=group.ranks[self._server.id], deadline_s=self._around.settings.transfer_deadline_s

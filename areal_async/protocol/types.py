@@ -350,6 +350,8 @@ class UpdateGroup(Record, frozen=True, kw_only=True):
     """Ranks, the trainer's included."""
     ranks: dict[str, int]
     """server id -> the first of its ranks; a server of n GPUs takes n."""
+    incarnations: dict[str, str] = {}
+    """server id -> the incarnation that was asked: no other process of that server has a place."""
 
 
 DISK, ADAPTER, DISTRIBUTED = "disk", "adapter", "distributed"

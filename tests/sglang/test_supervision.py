@@ -132,8 +132,9 @@ class Yard:
             address=LOOPBACK, size=2, name=f"run-1-{self._num_groups}", backend=GLOO, deadline_s=TRANSFER_DEADLINE_S
         )
         where = UpdateGroup(
-            name=group.name, address=LOOPBACK, port=group.port, backend=GLOO, size=2, ranks={"n0-0": 1}
-        )  # fmt: skip
+            name=group.name, address=LOOPBACK, port=group.port, backend=GLOO, size=2, ranks={"n0-0": 1},
+            incarnations={"n0-0": self.fleet.pool.servers["n0-0"].incarnation},
+        )  # fmt: skip  # fmt: skip
         buckets = [[describe(name, tensor) for name, tensor in part] for part in parts]
 
         def send() -> None:

@@ -137,8 +137,9 @@ class Broadcaster:
         self._group = group
         log.info("broadcast.group_made", group=name, members=sorted(ranks), size=size)
         return UpdateGroup(
-            name=name, address=self._address, port=group.port, backend=self._backend, size=size, ranks=ranks
-        )
+            name=name, address=self._address, port=group.port, backend=self._backend, size=size, ranks=ranks,
+            incarnations={server_id: member.incarnation for server_id, member in self._members.items()},
+        )  # fmt: skip
 
 
 def address_towards(url: str) -> str:

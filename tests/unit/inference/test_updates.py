@@ -58,7 +58,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene_of(fake: FakeSglang, *, past_groups: frozenset[str] = frozenset()) -> AsyncIterator[Scene]:
+async def scene_of(fake: FakeSglang) -> AsyncIterator[Scene]:
     scenes: list[Scene] = []
     around = FleetContext(
         settings=InferenceSettings(transfer_deadline_s=0.5),
@@ -68,7 +68,7 @@ async def scene_of(fake: FakeSglang, *, past_groups: frozenset[str] = frozenset(
     )
     async with fake, make_client(max_connections=4) as http, anyio.create_task_group() as tasks:
         api = ServerApi(http, fake.url)
-        around.pool.servers["s0"].past_groups |= past_groups
+        around.pool.servers["s0"].incarnation = "first"
         updater = Updater(around.pool.servers["s0"], api, around)
         scene = Scene(fake, around, updater)
         scenes.append(scene)
@@ -87,10 +87,15 @@ def on_disk(version: str, path: str = "/w", **hashes: dict[str, str]) -> Weights
     return WeightsVersion(version=version, path=path, **hashes)
 
 
-def broadcast(version: str, fake: FakeSglang, *, name: str = "g1", member: str = "s0") -> WeightsVersion:
+def broadcast(
+    version: str, fake: FakeSglang, *, name: str = "g1", member: str = "s0", incarnation: str = "first"
+) -> WeightsVersion:
     """A broadcast whose store is said to be where the fake listens: somebody is there."""
     port = int(fake.url.rsplit(":", 1)[1])
-    group = UpdateGroup(name=name, address="127.0.0.1", port=port, backend="gloo", size=2, ranks={member: 1})
+    group = UpdateGroup(
+        name=name, address="127.0.0.1", port=port, backend="gloo", size=2, ranks={member: 1},
+        incarnations={member: incarnation},
+    )  # fmt: skip
     return WeightsVersion(version=version, kind="distributed", group=group, buckets=BUCKETS)
 
 
@@ -140,17 +145,17 @@ async def test_member_joins_before_it_pauses_and_stays_in_the_group() -> None:
         assert scene.routes == ["/destroy_weights_update_group", "/init_weights_update_group", *received]
 
 
-@pytest.mark.parametrize(("member", "past"), [("s1", frozenset()), ("s0", frozenset({"g1"}))])
+@pytest.mark.parametrize(("member", "incarnation"), [("s1", "first"), ("s0", "zeroth")])
 async def test_server_that_a_broadcast_does_not_wait_for_waits_for_the_copy_on_disk(
-    member: str, past: frozenset[str]
+    member: str, incarnation: str
 ) -> None:
     """Neither a stranger to the group, nor a new process of a member: its place in the group died with the old one."""
     fake = FakeSglang()
-    async with scene_of(fake, past_groups=past) as scene:
+    async with scene_of(fake) as scene:
         scene.announce(on_disk("1-0"))
         await scene.until("1-0")
         assert scene.routes == RESTORED
-        scene.announce(broadcast("1-1", fake, member=member))
+        scene.announce(broadcast("1-1", fake, member=member, incarnation=incarnation))
         await wait_all_tasks_blocked()
         assert scene.routes == []
         scene.announce(on_disk("1-1"))

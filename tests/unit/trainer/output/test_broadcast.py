@@ -99,6 +99,7 @@ def test_a_new_server_a_restarted_one_and_a_larger_one_make_a_new_group(broadcas
     last = opened(broadcaster, large, state_of("2-0"), revision=5)
 
     assert [one.name for one in (first, joined, restarted, beside)] == [f"test-1-{n}" for n in (1, 2, 3, 4)]
+    assert restarted.incarnations == {"0-0": "second", "0-1": "first"}
     assert (beside.size, beside.ranks["1-0"]) == (7, 3)
     assert (last.size, last.ranks) == (6, {"1-0": 1, "2-0": 5})
 
