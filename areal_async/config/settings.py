@@ -186,6 +186,9 @@ class RolloutSettings(Section):
 NUM_SILENCES = 6
 """Times ``start_deadline_s`` that a start may take in all."""
 
+DISK_EVERY = 10
+"""Default of ``inference.disk_every`` where weights are broadcast."""
+
 
 class InferenceSettings(Section):
     """The servers of each node."""
@@ -205,8 +208,11 @@ class InferenceSettings(Section):
     """What happens to running requests while weights are swapped: recomputed, kept as they are, or ended and resent."""
     weight_transfer: Literal["disk", "distributed"] = "disk"
     """How weights reach the servers: as files, or by a broadcast from the trainer (nccl between GPUs, else gloo)."""
+    disk_every: int | None = Field(default=None, ge=1)
+    """Versions from one whole copy on disk to the next; ``None`` for 1 by ``disk``, and 10 by ``distributed``, where
+    copies also come with checkpoints and when a server needs one."""
     transfer_deadline_s: float = Field(default=120.0, gt=0)
-    """Seconds one broadcast of the weights may take; then its servers are fenced and repaired from disk."""
+    """Seconds one broadcast of the weights may take; then its servers are fenced and repaired."""
     bucket_bytes: int = Field(default=512 << 20, ge=1 << 10)
     """Largest part of the weights that is broadcast at once; both sides hold one in memory."""
     num_threads: int = Field(default=1, ge=1)
@@ -249,7 +255,17 @@ class InferenceSettings(Section):
                 f"weight_transfer: got distributed with colocate={self.colocate}, need disk: nccl takes no "
                 "two ranks on one GPU"
             )
+        if self.weight_transfer == "disk" and self.disk_interval > 1:
+            raise ValueError(
+                f"disk_every: got {self.disk_every} with weight_transfer=disk, need 1, as servers get every version "
+                "from there; leave it out, or set weight_transfer to distributed"
+            )
         return self
+
+    @property
+    def disk_interval(self) -> int:
+        """Derived: versions from one whole copy on disk to the next, at the most."""
+        return self.disk_every or (1 if self.weight_transfer == "disk" else DISK_EVERY)
 
     @property
     def num_gpus(self) -> int:

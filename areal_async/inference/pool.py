@@ -64,6 +64,8 @@ class ServerHandle:
     """Weights versions that it was given."""
     swap_total_s: float = 0.0
     """Time for which swaps have paused it, summed."""
+    wants_weights: bool = False
+    """It holds no version and could take one now, and there is none that it can load."""
     card: str = ""
     """As ``ServerState.card``."""
     is_held: bool = False
@@ -122,7 +124,7 @@ class ServerPool:
     def admit(self, server: ServerHandle, *, url: str, version: str) -> None:
         """Send requests to this server: it holds ``version``, verified."""
         server.url, server.version, server.fence, server.doubt, server.unreadable = url, version, "", "", ""
-        server.is_held = False
+        server.is_held = server.wants_weights = False
         self._notify()
 
     def hold(self, server: ServerHandle) -> None:
@@ -134,7 +136,7 @@ class ServerPool:
         server.fence, server.doubt, server.version = reason, "", ""
         if reason != STARTING:
             server.failure = reason
-        server.is_held = False
+        server.is_held = server.wants_weights = False
         self._notify()
 
     def cast_doubt(self, server: ServerHandle, reason: str) -> None:

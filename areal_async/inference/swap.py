@@ -113,7 +113,9 @@ async def swap(
     return await _update(api, target, load, check, mode=mode)
 
 
-async def swap_by_broadcast(api: ServerApi, target: WeightsVersion, *, mode: str, deadline_s: float) -> SwapTimes:
+async def swap_by_broadcast(
+    api: ServerApi, target: WeightsVersion, *, mode: str, deadline_s: float, check: Check = check_version
+) -> SwapTimes:
     """Have one server, which has joined ``target.group``, receive ``target`` while its trainer broadcasts it.
 
     Raises:
@@ -129,7 +131,7 @@ async def swap_by_broadcast(api: ServerApi, target: WeightsVersion, *, mode: str
             f"broadcast of {target.version}: not over within inference.transfer_deadline_s = {deadline_s:g} s"
         )
 
-    return await _update(api, target, receive, check_version, mode=mode)
+    return await _update(api, target, receive, check, mode=mode)
 
 
 async def abandon(api: ServerApi, group: str) -> None:

@@ -2,9 +2,9 @@
 
 Level-triggered: each turn looks at what is announced and what the server holds, and closes the gap, so a lost event, a
 restart and a late joiner are one case. Invariants: the node's state says that a server holds a version after it does,
-never before; a server whose update failed is fenced at once, and a fenced server returns only with a version from
-disk that was verified. A server whose weights stay as they are is admitted when it says that it runs what it was
-started with.
+never before; a server whose update failed is fenced at once; a server that has started or was fenced returns with the
+newest version and no older one, from disk, verified, or from a broadcast of it all. A server whose weights stay as they
+are is admitted when it says that it runs what it was started with.
 """
 
 import time
@@ -52,15 +52,11 @@ class Target:
 
     def __init__(self) -> None:
         self.newest: WeightsVersion | None = None
-        self.on_disk: WeightsVersion | None = None
-        """The newest that has a path: what a server is restored from."""
         self.changed = Bell()
 
     def announce(self, version: WeightsVersion) -> None:
         """Have every server change to ``version``."""
         self.newest = version
-        if version.path:
-            self.on_disk = version
         self.changed.ring()
 
 
@@ -97,7 +93,8 @@ class Updater:
         self._api = api
         self._around = around
         self._group = ""
-        self._missed = ""
+        self._missed = "", ""
+        """Version and group of the broadcast that it missed."""
         self.is_updating = False
         """It is paused, or about to be, and cannot be expected to be healthy."""
 
@@ -121,9 +118,11 @@ class Updater:
                 except ServerFault as exc:
                     return f"sharing a GPU: {exc}"
                 continue
+            num_seen = self._around.target.changed.num_rings
             order = self._next()
+            await self._tell_waiting(order)
             if order is None:
-                await self._around.target.changed.wait()
+                await self._around.target.changed.wait(num_seen)
                 continue
             if order.kind == ADAPTER and choose_backend(self._around.settings) == "sglang":
                 raise UserError(
@@ -140,7 +139,7 @@ class Updater:
                     try:
                         await self._carry_out(order)
                     except StagingFault as exc:
-                        await self._wait_for_files(order, str(exc))
+                        await self._wait_for_files(order, str(exc), num_seen)
             except ServerFault as exc:
                 return f"weights {order.version}: {exc}"
 
@@ -172,36 +171,48 @@ class Updater:
         while True:
             await anyio.sleep_forever()
 
-    async def _wait_for_files(self, order: WeightsVersion, cause: str) -> None:
-        """Say that they cannot be loaded, for the trainer to write them anew where they are damaged; then look again.
+    async def _tell_waiting(self, order: WeightsVersion | None) -> None:
+        """Say whether this server, which serves nothing, waits for weights: the trainer then sees that it gets some."""
+        server = self._server
+        loads_files = order is not None and not self._can_receive(order) and not server.unreadable
+        wants_weights = not server.version and not loads_files
+        if wants_weights != server.wants_weights:
+            server.wants_weights = wants_weights
+            await self._around.publish(server)
+
+    async def _wait_for_files(self, order: WeightsVersion, cause: str, num_seen: int) -> None:
+        """Say that they cannot be loaded, for the trainer to write them anew or to broadcast them; then look again.
 
         They may also be replaced by newer ones meanwhile, or not be visible on this host yet.
+
+        Args:
+            num_seen: announcements before this version was chosen; another one ends the wait.
         """
         log.warning("weights.unreadable", server_id=self._server.id, cause=cause)
         if cause != self._server.unreadable:
             self._server.unreadable = cause
+            self._server.wants_weights = not self._server.version
             await self._around.publish(self._server)
         with wait_graph.on(
             wait_graph.files(order.version), f"readable ones ({cause}) among", waiter=wait_graph.server(self._server.id)
         ):
-            await anyio.sleep(STAGING_RETRY_S)
+            with anyio.move_on_after(STAGING_RETRY_S):
+                await self._around.target.changed.wait(num_seen)
 
     def _next(self) -> WeightsVersion | None:
         """Choose the version to change to now; None while there is none that this server could take."""
-        target = self._around.target
-        newest = target.newest
-        if not self._server.version:  # starting, or to be repaired
-            return target.on_disk
+        newest = self._around.target.newest
         if newest is None or newest.version == self._server.version:
             return None
         return newest if newest.path or self._can_receive(newest) else None
 
     def _can_receive(self, newest: WeightsVersion) -> bool:
-        """Say whether this is a broadcast that waits for this very process; others wait for the copy on disk."""
+        """Say whether this is a broadcast that waits for this very process; others take the copy on disk."""
+        group = newest.group
         return (
-            newest.group is not None
-            and newest.group.incarnations.get(self._server.id) == self._server.incarnation
-            and newest.version != self._missed
+            group is not None
+            and group.incarnations.get(self._server.id) == self._server.incarnation
+            and (newest.version, group.name) != self._missed
         )
 
     async def _carry_out(self, order: WeightsVersion) -> None:
@@ -211,11 +222,12 @@ class Updater:
             StagingFault: its files cannot be had; nothing was changed.
             ServerFault: the server cannot be repaired in place.
         """
-        stage_s = await self._around.staging.check(order) if order.path else 0.0
-        join_s = 0.0 if order.path else await self._join_in_time(order)
+        group = order.group if self._can_receive(order) else None
+        stage_s = await self._around.staging.check(order) if group is None else 0.0
+        join_s = await self._join_in_time(order, group) if group is not None else 0.0
         if join_s is None:
             return
-        swapped = await self._attempt(order)
+        swapped = await self._attempt(order, by_broadcast=group is not None)
         if swapped is None:
             return
         self._around.pool.admit(self._server, url=self._api.url, version=order.version)
@@ -228,13 +240,12 @@ class Updater:
         )  # fmt: skip
         await self._around.publish(self._server)
 
-    async def _join_in_time(self, order: WeightsVersion) -> float | None:
+    async def _join_in_time(self, order: WeightsVersion, group: UpdateGroup) -> float | None:
         """Meet the group of a broadcast; None when it was missed, which a server that is well survives."""
-        assert order.group is not None
         try:
-            return await self._join(order.group)
+            return await self._join(group)
         except ServerFault as exc:
-            self._missed = order.version
+            self._missed = order.version, group.name
             log.warning("broadcast.missed", server_id=self._server.id, version=order.version, cause=str(exc))
             if not await self._api.is_healthy(deadline_s=HEALTH_DEADLINE_S):
                 raise
@@ -269,7 +280,7 @@ class Updater:
             except RefusalFault as exc:
                 log.debug("group.not_left", server_id=self._server.id, group=group, cause=str(exc))
 
-    async def _attempt(self, order: WeightsVersion) -> SwapTimes | None:
+    async def _attempt(self, order: WeightsVersion, *, by_broadcast: bool) -> SwapTimes | None:
         """Update the server; None when it served and that failed: it is fenced, paused and to be restored.
 
         Raises:
@@ -281,11 +292,12 @@ class Updater:
         if is_serving and mode == "in_place":
             self._around.pool.hold(self._server)
         try:
-            if order.path:
-                check = check_version if is_serving else self._around.verifier.check
-                times = await swap(self._api, order, mode=mode, deadline_s=settings.start_deadline_s, check=check)
+            check = check_version if is_serving else self._around.verifier.check
+            if by_broadcast:
+                deadline_s = settings.transfer_deadline_s
+                times = await swap_by_broadcast(self._api, order, mode=mode, deadline_s=deadline_s, check=check)
             else:
-                times = await swap_by_broadcast(self._api, order, mode=mode, deadline_s=settings.transfer_deadline_s)
+                times = await swap(self._api, order, mode=mode, deadline_s=settings.start_deadline_s, check=check)
         except ServerFault as exc:
             self._around.staging.forget()
             if not is_serving:

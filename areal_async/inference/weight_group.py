@@ -180,6 +180,15 @@ def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors])
 
 
+def num_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Return the size of a bucket.
+
+    Raises:
+        ValueError: as ``empty_bucket``.
+    """
+    return _offsets(specs)[-1]
+
+
 def empty_bucket(specs: Sequence[TensorSpec], device: torch.device | str = "cpu") -> torch.Tensor:
     """Make room for the bytes of a bucket.
 

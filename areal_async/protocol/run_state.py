@@ -110,6 +110,8 @@ class ServerState(Record, frozen=True, kw_only=True):
     """Why it was fenced the last time, other than to be started."""
     unreadable: str = ""
     """Why the files of the weights that it should hold cannot be loaded; empty once some were."""
+    wants_weights: bool = False
+    """It holds no version and could take one now, and there is none that it can load."""
     card: str = ""
     """``used`` while it may take memory of a GPU that it has in turns with the trainer; the version of the trainer's
     hold while it takes none until that is over; empty where it shares none."""

@@ -359,15 +359,13 @@ DISK, ADAPTER, DISTRIBUTED = "disk", "adapter", "distributed"
 
 
 class WeightsVersion(Record, frozen=True, kw_only=True):
-    """KV ``weights.<policy>``: where the newest weights are.
-
-    A version that is broadcast is announced twice: when the broadcast begins, with its group and before it is on
-    disk; and when it is on disk, without the group, for those who did not get it.
-    """
+    """KV ``weights.<policy>``: where the newest weights are; written again when they are somewhere else too."""
 
     version: VersionText
     path: str = ""
-    """A Hugging Face folder, or PEFT's of an adapter; empty until it is there."""
+    """A Hugging Face folder, or PEFT's of an adapter; empty while it is not on disk."""
+    on_disk: OptionalVersionText = ""
+    """The newest version that is on disk, this one or an older one; empty where that is not said."""
     sha256: dict[str, str] = {}
     """file name -> hash, for the safetensors files, and an adapter's description."""
     tensors_sha256: dict[str, str] = {}

@@ -246,6 +246,7 @@ class _Node:
             failure=server.failure[:MAX_REASON_CHARACTERS],
             unreadable=server.unreadable[:MAX_REASON_CHARACTERS],
             card=server.card,
+            wants_weights=server.wants_weights,
         )
 
     async def _publish_state(self, server: ServerHandle) -> None:

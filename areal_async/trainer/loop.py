@@ -177,9 +177,10 @@ class Trainer:
                     self._begin_step(shard.cut.step)
                     result = await self.runner.run(shard, missing, waited_s=time.monotonic() - since)
                 weights_since = time.monotonic()
-                await self._publish_weights()
+                is_due = self.step % self.runner.step_settings.trainer.checkpoint_every_steps == 0
+                await self._publish_weights(is_kept=is_due or self.step >= self.settings.run.steps)
                 await self._record(result, weights_s=time.monotonic() - weights_since)
-                if self.step % self.runner.step_settings.trainer.checkpoint_every_steps == 0:
+                if is_due:
                     await self._checkpoint()
                 if self.feed is not None:
                     self.feed.allow(self.step + 1)
@@ -202,14 +203,14 @@ class Trainer:
 
     # what a step leaves behind
 
-    async def _publish_weights(self) -> None:
+    async def _publish_weights(self, *, is_kept: bool = False) -> None:
         version = self.runner.version
         self._state = f"publishing {version}"
         with (
             wait_graph.doing(wait_graph.publication(str(version)), "the", waiter=wait_graph.rank(self.runner.rank)),
             spans.part_of_step(version, "publish weights"),
         ):
-            await self.publisher.publish(version)
+            await self.publisher.publish(version, is_kept=is_kept)
 
     async def _checkpoint(self) -> None:
         """Checkpoint what no checkpoint holds yet; it is written beside the next steps. The same on every rank."""

@@ -98,6 +98,7 @@ async def _run_rank(
             ),
             thread=threads.engine,
             writing=BackgroundJob(loops),
+            copying=BackgroundJob(loops),
             bus=bus,
             lineage=lineage,
             broadcaster=broadcaster,

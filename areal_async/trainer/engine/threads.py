@@ -35,9 +35,19 @@ class BackgroundJob:
         self._done = anyio.Event()
         self._done.set()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job goes on."""
+        return self._done.is_set()
+
     async def start(self, job: Callable[[], Awaitable[None]]) -> None:
         """Start ``job`` as soon as the one before it has ended."""
         await self.finish()
+        self.start_now(job)
+
+    def start_now(self, job: Callable[[], Awaitable[None]]) -> None:
+        """Start ``job``, as none goes on."""
+        assert self.is_idle
         self._done = anyio.Event()
         self._tasks.start_soon(self._run, job)
 

@@ -4,6 +4,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,13 @@ def gather(
         if wholes:
             tensors |= _copied(wholes, bucket, send)
     return tensors
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """Return the tensors of a folder that ``ModelFolder`` wrote, on the CPU."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def witnesses(tensors: Mapping[str, Tensor], *, of: Iterable[TensorSpec] | None = None) -> dict[str, str]:

@@ -57,7 +57,9 @@ class Broadcaster:
         return self._group is not None
 
     def open(self, servers: Iterable[tuple[ServerState, int]]) -> UpdateGroup | None:
-        """Begin a transfer: return the group of all servers that hold a version, None where there are none.
+        """Begin a transfer: return the group of all servers that can take a version, None where there are none.
+
+        That is who serves, and who waits for weights that it can load.
 
         Args:
             servers: their states, with the revisions of these.
@@ -65,7 +67,7 @@ class Broadcaster:
         wanted = {
             state.server_id: (_Member(state.incarnation, state.num_ranks), revision)
             for state, revision in servers
-            if not state.fenced and state.version and self._shunned.get(state.server_id) != revision
+            if _is_present(state) and self._shunned.get(state.server_id) != revision
         }
         members = {server_id: wanted[server_id][0] for server_id in sorted(wanted)}
         self._ends_at = time.monotonic() + self.deadline_s
@@ -98,7 +100,7 @@ class Broadcaster:
         """Say which members have left since the transfer began, and why; empty while all are there."""
         for server_id, member in self._members.items():
             now = servers.get(server_id)
-            if now is None or now.fenced or now.incarnation != member.incarnation:
+            if now is None or now.incarnation != member.incarnation or not _is_present(now):
                 reason = now.reason if now is not None and now.fenced else "it was started anew or is gone"
                 return f"server {server_id}: {reason}"
         return ""
@@ -140,6 +142,10 @@ class Broadcaster:
             name=name, address=self._address, port=group.port, backend=self._backend, size=size, ranks=ranks,
             incarnations={server_id: member.incarnation for server_id, member in self._members.items()},
         )  # fmt: skip
+
+
+def _is_present(state: ServerState) -> bool:
+    return state.wants_weights or bool(state.version and not state.fenced)
 
 
 def address_towards(url: str) -> str:

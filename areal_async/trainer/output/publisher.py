@@ -2,17 +2,22 @@
 
     disk         gather -> [beside the next step: write -> announce]
     adapter      the same, of the adapters alone, which servers merge into the base they started with
-    distributed  announce with the group -> gather and broadcast -> [beside the next step: write -> announce]
+    distributed  announce with the group -> gather and broadcast -> [beside the next steps, now and then: write]
+                 a lineage's first version and a checkpoint's: gather -> [beside the next step: write -> announce with
+                 the group -> broadcast]
 
-Invariants: a version is announced only after the one before it is on disk, so there is always a whole copy for a
-server that starts or missed a broadcast, and what is announced never goes back; whatever becomes of a broadcast, every
-rank takes part in the whole gathering.
+Who may load what: a server that serves or waits for weights takes part in a broadcast; one that started later, or
+missed it, takes the copy on disk, which is written for it; one that cannot read that gets a broadcast of its own.
+Invariants: what is announced never goes back; the newest version is on disk or in this host's memory, for the server
+that comes next; whatever becomes of a broadcast, every rank takes part in the whole gathering.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
@@ -27,10 +32,11 @@ from areal_async.inference.faults import StagingFault
 from areal_async.inference.swap import check_files
 from areal_async.process.atomic_folders import keep_newest
 from areal_async.protocol.run_state import ServerState
-from areal_async.protocol.types import DISTRIBUTED, UpdateGroup, Version, WeightsVersion
+from areal_async.protocol.types import DISK, DISTRIBUTED, UpdateGroup, Version, WeightsVersion
 from areal_async.telemetry import wait_graph
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
+from areal_async.trainer.engine.weights import read_tensors
 from areal_async.trainer.output.broadcast import Broadcaster
 from areal_async.trainer.output.served import ServedWeights
 
@@ -39,6 +45,8 @@ NUM_KEPT_WEIGHTS = 3
 SERVER_POLL_S = 0.1
 MEMBER_POLL_S = 0.2
 REPAIR_POLL_S = 2.0
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -54,59 +62,89 @@ class WeightsPublisher:
     thread: EngineThread
     """In which they are gathered."""
     writing: BackgroundJob
-    """Writes them."""
+    """Writes what is announced once it is on disk; the next version waits for it."""
+    copying: BackgroundJob
+    """Writes copies of what was announced before; nobody waits for it."""
     bus: Bus
     lineage: Lineage | None
     """Rank 0's alone."""
     broadcaster: Broadcaster | None
     """Rank 0's alone; None where weights travel by disk alone."""
     _newest: WeightsVersion | None = field(default=None, init=False)
+    """As it is announced."""
+    _on_disk: str = field(default="", init=False)
+    _copyable: tuple[Version, dict[str, Tensor]] | None = field(default=None, init=False)
+    """The newest version in this host's memory, where it is on no disk."""
+    _publishing: anyio.Lock = field(default_factory=anyio.Lock, init=False)
+    _announcing: anyio.Lock = field(default_factory=anyio.Lock, init=False)
 
-    async def publish(self, version: Version) -> None:
-        """Make the weights as they are now the newest. Every rank calls it; none may train until it returns."""
-        await self.finish()
-        group = await self._open_group(version)
-        if group is not None:
-            tensors = await self._broadcast(version, group)
-        else:
-            tensors = await self.thread.run(self.weights.gather)
-        lineage = self.lineage
-        if lineage is not None:
-            await self.writing.start(lambda: self._keep(version, tensors, lineage))
+    def __post_init__(self) -> None:
+        self._sending_thread = EngineThread(self.thread.device, "weights")
+
+    async def publish(self, version: Version, *, is_kept: bool = False) -> None:
+        """Make the weights as they are now the newest. Every rank calls it; none may train until it returns.
+
+        Args:
+            is_kept: have them on disk before they are announced, as of a lineage's first version.
+        """
+        async with self._publishing:
+            await self.writing.finish()
+            group = None if is_kept or self._newest is None else await self._open_group(await self._servers())
+            if group is None:
+                tensors = await self.thread.run(self.weights.gather)
+                if self.lineage is not None:
+                    await self.writing.start(partial(self._write_and_announce, version, tensors))
+            else:
+                await self._publish_to(group, version)
 
     async def finish(self) -> None:
-        """Wait until the newest version is on disk, and announced so."""
+        """Wait until what is announced on disk is there, and every copy that has been begun."""
         await self.writing.finish()
+        await self.copying.finish()
 
     async def run_repairs(self) -> None:
-        """End this trainer where servers cannot load the newest version since its files are not what was written.
+        """See that every server can get the newest version; end this trainer where only another one could.
 
         consumes:     the servers' keys
-        waits for:    one that says it cannot read the files of its weights
-        produces:     nothing; started again, the trainer writes weights anew
+        waits for:    one that is still behind at a second look, or cannot read the files of its weights
+        produces:     a copy on disk, or where a server cannot read it, a broadcast of it
         unblocked by: cancellation alone
 
         Raises:
-            PipelineError: so it is. Files that are whole here are not visible there, which no trainer can mend.
+            PipelineError: files are not what was written. Those that are whole here are not visible there.
         """
+        behind_before: set[tuple[str, str]] = set()
         whole = None
         while True:
             await anyio.sleep(REPAIR_POLL_S)
             newest, servers = self._newest, await self._servers()
-            if newest is None or newest is whole or not any(state.unreadable for state, _ in servers.values()):
+            if newest is None or newest is not self._newest or self._publishing.locked() or not self.writing.is_idle:
+                behind_before = set()  # some are given it right now
                 continue
-            try:
-                await anyio.to_thread.run_sync(check_files, newest)
-                whole = newest
-            except StagingFault as exc:
-                if newest is self._newest:
-                    raise PipelineError(f"{exc}; a trainer that starts again writes them anew") from exc
+            is_unreadable = newest.path and any(state.unreadable for state, _ in servers.values())
+            if is_unreadable and (newest.version, newest.path) != whole:
+                try:
+                    await anyio.to_thread.run_sync(check_files, newest)
+                    whole = newest.version, newest.path
+                except StagingFault as exc:
+                    if newest is self._newest:
+                        raise PipelineError(f"{exc}; a trainer that starts again writes them anew") from exc
+            behind = {key: newest.version for key, (state, _) in servers.items() if _is_behind(state, newest)}
+            late = {key for key, version in behind.items() if (key, version) in behind_before}
+            behind_before = set(behind.items())
+            if late and newest is self._newest and self.writing.is_idle and not self._publishing.locked():
+                async with self._publishing:
+                    await self._help({key: servers[key] for key in late}, newest)
 
     async def announce_final(self) -> None:
         """Say that the newest version is the run's last."""
         await self.finish()
-        if self.lineage is not None and self._newest is not None:
-            await self.lineage.announce(msgspec.structs.replace(self._newest, final=True))
+        if self.lineage is None or self._newest is None:
+            return
+        if not self._newest.path:
+            self._start_copy()
+            await self.copying.finish()
+        await self._announce(msgspec.structs.replace(_without_group(self._newest), final=True))
 
     async def wait_until_held(self, version: Version, *, should_stop: Callable[[], bool]) -> None:
         """Wait until every unfenced server holds ``version``: nothing older is sampled from now on.
@@ -135,19 +173,27 @@ class WeightsPublisher:
         entries = await self.bus.entries("server.", ServerState)
         return {state.server_id: (state, revision) for state, revision in entries.values()}
 
-    async def _open_group(self, version: Version) -> UpdateGroup | None:
-        """Have the servers join, where there are any: they do when they read of it."""
-        if self.broadcaster is None or self.lineage is None:
+    async def _open_group(self, servers: dict[str, tuple[ServerState, int]]) -> UpdateGroup | None:
+        """Return the group of those of the servers that can take part in a broadcast; None where there are none."""
+        if self.broadcaster is None:
             return None
-        servers = await self._servers()
-        group = await anyio.to_thread.run_sync(self.broadcaster.open, servers.values())
-        if group is not None:
-            await self.lineage.announce(
-                WeightsVersion(version=str(version), kind=DISTRIBUTED, group=group, buckets=self.weights.buckets)
-            )
-        return group
+        return await anyio.to_thread.run_sync(self.broadcaster.open, servers.values())
 
-    async def _broadcast(self, version: Version, group: UpdateGroup) -> dict[str, Tensor]:
+    async def _publish_to(self, group: UpdateGroup, version: Version) -> None:
+        """Announce a version to those who are to receive it, and broadcast it as it is gathered."""
+        broadcaster = self.broadcaster
+        assert broadcaster is not None
+        self._copyable = None  # superseded: there are two copies in this host's memory at the most
+        await self._announce(
+            WeightsVersion(version=str(version), kind=DISTRIBUTED, group=group, buckets=self.weights.buckets)
+        )
+        gather = partial(self.weights.gather, send=broadcaster.send)
+        tensors = await self._broadcast(version, group, lambda: self.thread.run(gather))
+        self._copyable = version, tensors
+        if not broadcaster.has_group or version.step % self.settings.disk_interval == 0:
+            self._start_copy()
+
+    async def _broadcast(self, version: Version, group: UpdateGroup, send: Callable[[], Awaitable[T]]) -> T:
         broadcaster = self.broadcaster
         assert broadcaster is not None
         started = time.monotonic()
@@ -159,7 +205,7 @@ class WeightsPublisher:
                         wait_graph.publication(str(version)), map(wait_graph.server, group.ranks), "the broadcast to"
                     )
                     watch.start_soon(self._run_watch, broadcaster)
-                    tensors = await self.thread.run(lambda: self.weights.gather(send=broadcaster.send))
+                    sent = await send()
                     is_through = True
                     watch.cancel_scope.cancel()
         finally:
@@ -167,10 +213,16 @@ class WeightsPublisher:
                 broadcaster.give_up("the trainer ends")
         log.info(
             "weights.broadcast", version=str(version), group=group.name, is_whole=broadcaster.has_group,
-            num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
-            duration_s=round(time.monotonic() - started, 4),
+            num_bytes=self.weights.num_bytes, duration_s=round(time.monotonic() - started, 4),
         )  # fmt: skip
-        return tensors
+        return sent
+
+    async def _broadcast_copy(self, version: Version, group: UpdateGroup, tensors: dict[str, Tensor]) -> None:
+        """Broadcast what lies in this host's memory, beside the next step."""
+        broadcaster = self.broadcaster
+        assert broadcaster is not None
+        send = partial(self.weights.send, tensors, broadcaster.send)
+        await self._broadcast(version, group, lambda: self._sending_thread.run(send))
 
     async def _run_watch(self, broadcaster: Broadcaster) -> None:
         """Give the group up as soon as a member is known to be lost, rather than when its deadline is over."""
@@ -182,11 +234,73 @@ class WeightsPublisher:
                 return
             await anyio.sleep(MEMBER_POLL_S)
 
-    async def _keep(self, version: Version, tensors: dict[str, Tensor], lineage: Lineage) -> None:
-        """Write the copy that any server can load, now or later, and say where it is."""
-        self._newest = await anyio.to_thread.run_sync(self.weights.write, tensors, version, self.directory)
-        await lineage.announce(self._newest)
+    async def _write_and_announce(self, version: Version, tensors: dict[str, Tensor]) -> None:
+        """Make a version the newest once it is on disk; servers that can, receive it then."""
+        self._copyable = None
+        await self.copying.finish()
+        written = await self._write(version, tensors)
+        group = await self._open_group(await self._servers())
+        await self._announce(self._to_group(written, group))
+        if group is not None:
+            await self._broadcast_copy(version, group, tensors)
+
+    async def _announce(self, weights: WeightsVersion, *, over: WeightsVersion | None = None) -> None:
+        """Announce a version, or nothing where ``over`` is given and is not the newest any more."""
+        async with self._announcing:
+            if over is not None and over is not self._newest:
+                return
+            assert self.lineage is not None
+            self._newest = msgspec.structs.replace(weights, on_disk=self._on_disk)
+            await self.lineage.announce(self._newest)
+
+    def _to_group(self, written: WeightsVersion, group: UpdateGroup | None) -> WeightsVersion:
+        if group is None:
+            return written
+        return msgspec.structs.replace(written, kind=DISTRIBUTED, group=group, buckets=self.weights.buckets)
+
+    # copies on disk of what was broadcast
+
+    def _start_copy(self) -> None:
+        """Write the newest version beside the next steps, unless an older one is being written: then it is due again
+        at the next look."""
+        if self._copyable is not None and self._newest is not None and self.copying.is_idle:
+            self.copying.start_now(partial(self._copy, *self._copyable, self._newest))
+
+    async def _copy(self, version: Version, tensors: dict[str, Tensor], announced: WeightsVersion) -> None:
+        written = await self._write(version, tensors)
+        await self._announce(written, over=announced)
+        if self._copyable is not None and self._copyable[0] == version:
+            self._copyable = None
+
+    async def _write(self, version: Version, tensors: dict[str, Tensor]) -> WeightsVersion:
+        """Write the copy that any server can load that sees the files, now or later."""
+        written = await anyio.to_thread.run_sync(self.weights.write, tensors, version, self.directory)
+        self._on_disk = written.version
         await anyio.to_thread.run_sync(keep_newest, self.directory, NUM_KEPT_WEIGHTS)
+        return written
+
+    async def _help(self, late: dict[str, tuple[ServerState, int]], newest: WeightsVersion) -> None:
+        """Give the newest version to servers that have missed it: on disk, and by a broadcast where it is there."""
+        if not newest.path:
+            self._start_copy()
+            return
+        group = await self._open_group({key: one for key, one in late.items() if one[0].unreadable})
+        if group is not None:
+            await self.writing.start(partial(self._send_again, newest, group))
+
+    async def _send_again(self, newest: WeightsVersion, group: UpdateGroup) -> None:
+        tensors = await anyio.to_thread.run_sync(read_tensors, Path(newest.path))
+        await self._announce(self._to_group(newest, group))
+        await self._broadcast_copy(Version.parse(newest.version), group, tensors)
+
+
+def _is_behind(state: ServerState, newest: WeightsVersion) -> bool:
+    return state.wants_weights or (not state.fenced and state.version != newest.version)
+
+
+def _without_group(weights: WeightsVersion) -> WeightsVersion:
+    kind = DISK if weights.kind == DISTRIBUTED else weights.kind
+    return msgspec.structs.replace(weights, kind=kind, group=None, buckets=[])
 
 
 def _laggards(servers: dict[str, tuple[ServerState, int]], version: Version) -> str:

@@ -1,4 +1,4 @@
-"""What servers get of an engine's weights: all of them, or its adapters; gathered and written."""
+"""What servers get of an engine's weights: all of them, or its adapters; gathered, sent and written."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from areal_async.config.settings import Settings
 from areal_async.inference.commands import choose_backend
+from areal_async.inference.weight_group import flatten, num_bytes
 from areal_async.protocol.types import ADAPTER, DISK, Version, WeightsVersion
 from areal_async.trainer.engine.policy import FsdpEngine
 from areal_async.trainer.engine.weights import witnesses
@@ -24,6 +25,16 @@ class ServedWeights:
     def gather(self, send: Callable[[Tensor], None] | None = None) -> dict[str, Tensor]:
         """Return copies of the tensors on the CPU of rank 0 (``FsdpEngine.gather_weights``). A collective."""
         return self._engine.gather_weights(self.buckets, send=send)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a whole version."""
+        return sum(num_bytes(bucket) for bucket in self.buckets)
+
+    def send(self, tensors: dict[str, Tensor], send: Callable[[Tensor], None]) -> None:
+        """Send gathered tensors, from any thread, one bucket after the other, as ``gather`` does. Rank 0's alone."""
+        for bucket in self.buckets:
+            send(flatten([tensors[spec.name] for spec in bucket]).to(self._engine.dims.all.device))
 
     def write(self, tensors: dict[str, Tensor], version: Version, directory: Path) -> WeightsVersion:
         """Write gathered tensors into ``directory/<version>``, atomically; return what is announced of them.

@@ -19,9 +19,9 @@ MAY_CHANGE = {
     "rollout.sampling": SAMPLING,
     "policies.*": "num_servers tensor_parallel context_length dtype",
     "policies.*.sampling": SAMPLING,
-    "inference": """backend python num_servers tensor_parallel colocate interrupt weight_transfer transfer_deadline_s
-        bucket_bytes num_threads context_length max_running_requests stream_interval flags tool_call_parser
-        first_token_deadline_s between_tokens_deadline_s total_deadline_s start_deadline_s""",
+    "inference": """backend python num_servers tensor_parallel colocate interrupt weight_transfer disk_every
+        transfer_deadline_s bucket_bytes num_threads context_length max_running_requests stream_interval flags
+        tool_call_parser first_token_deadline_s between_tokens_deadline_s total_deadline_s start_deadline_s""",
     "algorithm": """filter_equal_groups loss ratio_level eps_clip eps_clip_higher dual_clip tau_pos tau_neg divergence
         m2_threshold decoupled proximal correction behave_weight_cap behave_weight_floor aggregation
         aggregation_constant kl_coef kl_estimator entropy_coef gae_lambda value_clip num_minibatches""",

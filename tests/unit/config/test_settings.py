@@ -87,6 +87,16 @@ def test_what_is_set_for_a_critic_or_a_reference_needs_one() -> None:
     assert unset == Settings.model_validate(unset.model_dump(mode="json"))
 
 
+def test_copies_on_disk_may_be_rare_where_weights_are_broadcast_alone() -> None:
+    def interval(**inference: Any) -> int:
+        return Settings.model_validate({"inference": inference}).inference.disk_interval
+
+    assert (interval(), interval(weight_transfer="distributed")) == (1, 10)
+    assert interval(weight_transfer="distributed", disk_every=4) == 4
+    with pytest.raises(ValidationError, match="disk_every: got 4 with weight_transfer=disk, need 1"):
+        interval(disk_every=4)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

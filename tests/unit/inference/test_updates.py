@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 from anyio import wait_all_tasks_blocked
 
@@ -47,6 +48,11 @@ class Scene:
     async def until(self, version: str, *, num_states: int = 0) -> None:
         """Wait until it is known to hold a version, and at least that many states were published."""
         while self.server.version != version or len(self.states) < num_states:
+            await self._changed.wait()
+
+    async def until_waiting(self) -> None:
+        """Wait until it has said that it waits for weights."""
+        while not self.server.wants_weights:
             await self._changed.wait()
 
     @property
@@ -164,7 +170,7 @@ async def test_server_that_a_broadcast_does_not_wait_for_waits_for_the_copy_on_d
     assert scene.states == [("1-0", ""), ("1-1", "")]
 
 
-async def test_server_whose_broadcast_breaks_is_fenced_and_continued_only_when_restored_from_disk() -> None:
+async def test_server_whose_broadcast_breaks_is_fenced_and_continued_only_with_the_whole_of_the_newest() -> None:
     fake = FakeSglang()
     async with scene_of(fake) as scene:
         scene.announce(on_disk("1-0"))
@@ -172,19 +178,52 @@ async def test_server_whose_broadcast_breaks_is_fenced_and_continued_only_when_r
         fake.calls.clear()
         fake.failing[RECEIVE] = (400, {"success": False, "message": "Failed to receive weights"})
         scene.announce(broadcast("1-1", fake))
-        await scene.until("1-0", num_states=3)
+        await scene.until_waiting()
 
-        assert scene.states[1:] == [
-            ("", f"update to 1-1 failed: {RECEIVE}: status 400: Failed to receive weights"),
-            ("1-0", ""),
-        ]
+        why = f"update to 1-1 failed: {RECEIVE}: status 400: Failed to receive weights"
+        assert scene.states[1:] == [("", why), ("", why)]
+        assert (scene.server.wants_weights, fake.is_paused) == (True, True)
         assert scene.routes == [
             "/init_weights_update_group", "/pause_generation", "/begin_weight_update",
-            "/abort_request", "/end_weight_update", "/destroy_weights_update_group", *RESTORED,
+            "/abort_request", "/end_weight_update", "/destroy_weights_update_group",
         ]  # fmt: skip
         scene.announce(on_disk("1-1"))
         await scene.until("1-1")
-        assert not scene.reasons
+        assert scene.routes == RESTORED
+        assert (scene.reasons, scene.server.wants_weights) == ([], False)
+
+
+async def test_server_without_a_version_waits_for_the_newest_and_serves_no_older_one() -> None:
+    """One that has joined counts for nobody before it holds what the others do."""
+    fake = FakeSglang()
+    async with scene_of(fake) as scene:
+        scene.announce(on_disk("1-0"))
+        scene.announce(broadcast("1-1", fake, member="s1"))
+        await scene.until_waiting()
+        await wait_all_tasks_blocked()
+        assert (scene.routes, scene.server.fence) == ([], "starting")
+
+        scene.announce(on_disk("1-2"))
+        await scene.until("1-2")
+
+    assert scene.states == [("", "starting"), ("", "starting"), ("1-2", "")], "it waits, it loads, it serves"
+
+
+async def test_server_that_cannot_read_the_files_receives_all_of_a_broadcast_and_proves_it(tmp_path: Path) -> None:
+    fake = FakeSglang()
+    fake.checksums = {"model.norm.weight": HASH[:16]}
+    unseen = on_disk(
+        "1-1", str(tmp_path), sha256={"model.safetensors": HASH}, tensors_sha256={"model.norm.weight": HASH}
+    )
+    async with scene_of(fake) as scene:
+        scene.announce(unseen)
+        await scene.until_waiting()
+        sent = broadcast("1-1", fake)
+        scene.announce(msgspec.structs.replace(unseen, kind=sent.kind, group=sent.group, buckets=sent.buckets))
+        await scene.until("1-1")
+
+        assert "/weights_checker" in scene.routes
+    assert (scene.server.unreadable, scene.server.wants_weights) == ("", False)
 
 
 async def test_broadcast_whose_trainer_is_gone_is_missed_without_a_pause() -> None:

@@ -14,7 +14,13 @@ DEADLINE_S = 60.0
 
 
 def state_of(
-    server_id: str, *, version: str = "1-0", incarnation: str = "first", reason: str = "", unreadable: str = ""
+    server_id: str,
+    *,
+    version: str = "1-0",
+    incarnation: str = "first",
+    reason: str = "",
+    unreadable: str = "",
+    wants_weights: bool = False,
 ) -> ServerState:
     """Return what a server says of itself; fenced when there is a reason."""
     return ServerState(
@@ -26,6 +32,7 @@ def state_of(
         fenced=bool(reason),
         reason=reason,
         unreadable=unreadable,
+        wants_weights=wants_weights,
     )
 
 

@@ -109,6 +109,18 @@ def test_fenced_servers_and_those_without_weights_are_not_waited_for(broadcaster
     broadcaster.send(torch.zeros(4, dtype=torch.uint8))
 
 
+def test_a_server_that_waits_for_weights_takes_part_and_is_lost_when_it_does_so_no_more(
+    broadcaster: Broadcaster,
+) -> None:
+    waiting = state_of("0-0", reason="starting", wants_weights=True)
+    group = opened(broadcaster, waiting)
+
+    assert (group.ranks, group.incarnations) == ({"0-0": 1}, {"0-0": "first"})
+    assert not broadcaster.find_lost({"0-0": waiting})
+    assert not broadcaster.find_lost({"0-0": state_of("0-0", version="1-1")})
+    assert broadcaster.find_lost({"0-0": state_of("0-0", reason="starting")}) == "server 0-0: starting"
+
+
 def test_a_member_that_never_joins_is_given_up_at_once_when_it_is_known_to_be_lost(broadcaster: Broadcaster) -> None:
     opened(broadcaster, state_of("0-0"))
     assert not broadcaster.find_lost({"0-0": state_of("0-0", version="1-5")})

@@ -1,7 +1,8 @@
 """A version is announced when it can be had: with the group it is broadcast to, then from disk; never backwards."""
 
 import os
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import anyio
 import anyio.to_thread
 import pytest
 import torch
+from torch import Tensor
 
 from areal_async.bus import Bus, Role
 from areal_async.config.settings import InferenceSettings, Settings
@@ -47,11 +49,15 @@ async def publishing(
     engine: FsdpEngine,
     *,
     weight_transfer: str = "disk",
+    disk_every: int = 0,
     start_deadline_s: float = 60.0,
     sends_adapter: bool = False,
 ) -> AsyncIterator[WeightsPublisher]:
     """Rank 0's publisher of a new lineage."""
-    settings = InferenceSettings(bucket_bytes=10_000, start_deadline_s=start_deadline_s)
+    settings = InferenceSettings.model_validate(
+        {"bucket_bytes": 10_000, "start_deadline_s": start_deadline_s, "weight_transfer": weight_transfer}
+        | ({"disk_every": disk_every} if disk_every else {})
+    )
     lineage = await Lineage.take(bus)
     broadcaster = Broadcaster(prefix=f"test-{lineage.number}", address="127.0.0.1", backend=GLOO, deadline_s=DEADLINE_S)
     async with anyio.create_task_group() as tasks:
@@ -61,6 +67,7 @@ async def publishing(
             weights=ServedWeights(engine, bucket_bytes=settings.bucket_bytes, is_adapter=sends_adapter),
             thread=EngineThread(torch.device("cpu")),
             writing=BackgroundJob(tasks),
+            copying=BackgroundJob(tasks),
             bus=bus,
             lineage=lineage,
             broadcaster=broadcaster if weight_transfer == "distributed" else None,
@@ -76,7 +83,7 @@ class Server:
         self.receiver = Receiver(server_id)
         self.seen: list[WeightsVersion] = []
 
-    async def say(self, **state: str) -> None:
+    async def say(self, **state: Any) -> None:
         await self._bus.put(
             self._bus.names.server_key(self.receiver.server_id), state_of(self.receiver.server_id, **state)
         )
@@ -93,6 +100,14 @@ async def newest(bus: Bus) -> WeightsVersion:
     announced, _ = await bus.get(bus.names.weights_key(), WeightsVersion)
     assert announced is not None
     return announced
+
+
+async def until(bus: Bus, condition: Callable[[WeightsVersion], bool]) -> WeightsVersion:
+    """Wait until such a version is announced."""
+    async for announced in bus.watch_key(bus.names.weights_key(), WeightsVersion, poll_s=0.05):
+        if condition(announced):
+            return announced
+    raise AssertionError("the watch has ended")
 
 
 @pytest.mark.parametrize("weight_transfer", ["disk", "distributed"])
@@ -114,7 +129,7 @@ async def test_without_servers_a_version_is_announced_from_disk(
     assert sorted(os.listdir(tmp_path / "weights")) == ["1-2", "1-3", "1-4"]
 
 
-async def test_servers_that_hold_a_version_get_the_next_by_broadcast_and_others_from_disk(
+async def test_servers_get_a_lineages_first_version_once_it_is_on_disk_and_the_next_by_broadcast_alone(
     open_role: OpenRole, tmp_path: Path, engine: FsdpEngine
 ) -> None:
     bus, node = await open_role(Role.TRAINER), await open_role(Role.NODE)
@@ -129,23 +144,127 @@ async def test_servers_that_hold_a_version_get_the_next_by_broadcast_and_others_
             await publisher.publish(Version(1, 2))
             await publisher.finish()
             received = await anyio.to_thread.run_sync(member.receiver.finish)
+            last = await newest(bus)
+            await publisher.announce_final()
             tasks.cancel_scope.cancel()
 
-        announced = await newest(bus)
+        final = await newest(bus)
         messages = await bus.read_log(f"KV_{bus.names.bucket}", f"$KV.{bus.names.bucket}.{bus.names.weights_key()}")
 
     first = member.seen[0]
-    assert (first.version, first.kind, first.path, first.sha256) == ("1-1", "distributed", "", {})
+    assert (first.version, first.kind, first.on_disk) == ("1-1", "distributed", "1-1")
     assert first.group is not None
     assert first.group.ranks == {"0-0": 1}
-    assert (announced.version, announced.kind, announced.group, announced.buckets) == ("1-2", "disk", None, [])
+    assert first.group.incarnations == {"0-0": "first"}
+    assert (last.version, last.path, last.sha256, last.on_disk) == ("1-2", "", {}, "1-1")
+    assert (final.version, final.kind, final.group, final.on_disk, final.final) == ("1-2", "disk", None, "1-2", True)
     every = [decode(message.data, WeightsVersion) for message in messages]
-    assert [(one.version, one.kind) for one in every] == [
-        (version, kind) for version in ("1-1", "1-2") for kind in ("distributed", "disk")
+    assert [(one.version, bool(one.path)) for one in every] == [
+        ("1-1", True),
+        ("1-2", False),
+        ("1-2", True),
+        ("1-2", True),
     ]
     assert len({one.group.name for one in every if one.group}) == 1
     assert are_equal(received, engine.gather_weights(engine.plan_buckets(max_bytes=1 << 30)))
     member.receiver.leave()
+
+
+async def test_a_version_is_announced_without_waiting_for_the_copy_of_an_older_one(
+    open_role: OpenRole, tmp_path: Path, engine: FsdpEngine
+) -> None:
+    bus, node = await open_role(Role.TRAINER), await open_role(Role.NODE)
+    member, is_written = Server(node, "0-0"), anyio.Event()
+    await member.say()
+    async with publishing(bus, tmp_path, engine, weight_transfer="distributed", disk_every=1) as publisher:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(member.run)
+            await publisher.publish(Version(1, 1))
+            await publisher.writing.finish()
+            await publisher.copying.start(is_written.wait)  # a disk that takes its time
+            for step in (2, 3):
+                await publisher.publish(Version(1, step))
+            assert [(one.version, one.on_disk) for one in [await newest(bus)]] == [("1-3", "1-1")]
+            await publisher.publish(Version(1, 4), is_kept=True)
+            assert (await newest(bus)).version == "1-3", "a checkpoint's version is announced once it is on disk"
+            is_written.set()
+            await publisher.finish()
+            await anyio.to_thread.run_sync(member.receiver.finish)
+            kept = await newest(bus)
+            tasks.cancel_scope.cancel()
+
+    assert (kept.version, kept.on_disk, kept.group is not None) == ("1-4", "1-4", True)
+    assert sorted(os.listdir(tmp_path / "weights")) == ["1-1", "1-4"]
+    member.receiver.leave()
+
+
+async def test_a_copy_that_is_done_after_its_version_was_superseded_is_not_announced_and_the_next_record_names_it(
+    open_role: OpenRole, tmp_path: Path, engine: FsdpEngine
+) -> None:
+    bus, node = await open_role(Role.TRAINER), await open_role(Role.NODE)
+    member = Server(node, "0-0")
+    await member.say()
+    async with publishing(bus, tmp_path, engine, weight_transfer="distributed", disk_every=2) as publisher:
+        write, may_write = publisher.weights.write, threading.Event()
+
+        def write_late(tensors: dict[str, Tensor], version: Version, directory: Path) -> WeightsVersion:
+            assert version.step == 1 or may_write.wait(DEADLINE_S)
+            return write(tensors, version, directory)
+
+        publisher.weights.write = write_late  # type: ignore[method-assign]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(member.run)
+            for step in (1, 2, 3):
+                await publisher.publish(Version(1, step))
+            may_write.set()
+            await publisher.copying.finish()
+            late = await newest(bus)
+            await publisher.publish(Version(1, 5))
+            await anyio.to_thread.run_sync(member.receiver.finish)
+            tasks.cancel_scope.cancel()
+        assert [(one.version, one.path, one.on_disk) for one in (late, await newest(bus))] == [
+            ("1-3", "", "1-1"), ("1-5", "", "1-2"),
+        ]  # fmt: skip
+    member.receiver.leave()
+
+
+async def test_a_server_that_waits_gets_a_copy_on_disk_and_one_that_cannot_read_it_a_broadcast_of_its_own(
+    open_role: OpenRole, tmp_path: Path, engine: FsdpEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.trainer.output.publisher.REPAIR_POLL_S", 0.02)
+    bus, node = await open_role(Role.TRAINER), await open_role(Role.NODE)
+    member, joiner = Server(node, "0-0"), Server(node, "1-0")
+    await member.say()
+    async with publishing(bus, tmp_path, engine, weight_transfer="distributed") as publisher:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(publisher.run_repairs)
+            tasks.start_soon(member.run)
+            tasks.start_soon(joiner.run)
+            for step in (1, 2):
+                await publisher.publish(Version(1, step))
+                await publisher.writing.finish()
+                await member.say(version=f"1-{step}")
+            assert (await newest(bus)).path == ""
+            with anyio.fail_after(DEADLINE_S):
+                await joiner.say(reason="starting", wants_weights=True)
+                await until(node, lambda announced: bool(announced.path))
+                await joiner.say(reason="starting", wants_weights=True, unreadable="no such folder here")
+                again = await until(node, lambda announced: announced.group is not None)
+                await publisher.writing.finish()
+                received = await anyio.to_thread.run_sync(joiner.receiver.finish)
+            await joiner.say(version="1-2")
+            await publisher.publish(Version(1, 3))
+            await anyio.to_thread.run_sync(joiner.receiver.finish)
+            last = await newest(bus)
+            tasks.cancel_scope.cancel()
+
+    assert again.group is not None
+    assert last.group is not None
+    assert (again.version, again.on_disk, again.group.ranks) == ("1-2", "1-2", {"1-0": 1})
+    assert are_equal(received, engine.gather_weights(engine.plan_buckets(max_bytes=1 << 30)))
+    assert last.group.ranks == {"0-0": 1, "1-0": 2}, "from then on it is one of them"
+    for server in (member, joiner):
+        server.receiver.leave()
 
 
 async def test_a_member_that_is_fenced_before_it_joins_holds_nobody_up(
@@ -175,9 +294,11 @@ async def test_a_member_that_dies_in_the_middle_leaves_the_version_to_the_disk(
 ) -> None:
     bus, node = await open_role(Role.TRAINER), await open_role(Role.NODE)
     server, dying = Server(node, "0-0"), Server(node, "0-1")
-    await server.say()
-    await dying.say()
     async with publishing(bus, tmp_path, engine, weight_transfer="distributed") as publisher:
+        await publisher.publish(Version(1, 0))
+        await publisher.finish()
+        await server.say()
+        await dying.say()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(server.run)
             tasks.start_soon(lambda: dying.run(gone_after=1))
