@@ -45,3 +45,28 @@ def broadcast_broken(case: Case) -> None:
     case.check(any(sent[num_before:]), "no broadcast came through any more after the faults")
     case.note(f"{sum(sent)} of {len(sent)} broadcasts whole")
     case.check_steps()
+
+
+@row(
+    "33", "broadcast of weights: the trainer and the only server killed, the newest version on no disk", is_random=True
+)
+def newest_on_no_disk(case: Case) -> None:
+    run = case.new_run(
+        run__steps=14, trainer__checkpoint_every_steps=6, inference__num_servers=1,
+        inference__weight_transfer="distributed", inference__bucket_bytes=BUCKET_BYTES, inference__disk_every=100,
+        inference__transfer_deadline_s=DEADLINE_S,
+    )  # fmt: skip
+    run.start()
+    run.wait_for_step(case.rng.randint(7, 10))
+    trainer = run.role_pid("trainer")
+    send_signal(trainer, signal.SIGSTOP)
+    announced = run.events("node", "weights.announced")[-1]["version"]
+    is_lost = not (run.directory / "weights" / announced).exists()
+    case.note(f"killed at {announced}")
+    for server in run.pids(SERVER):
+        send_signal(server, signal.SIGKILL)
+    send_signal(trainer, signal.SIGKILL)
+    case.recovered(run.wait_for_progress())
+    run.finish()
+    case.check(is_lost, f"version {announced} was on disk")
+    case.check_steps()
