@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
-import msgspec
 import structlog
 
 from areal_async.bus import Bus
@@ -90,7 +89,7 @@ class LivenessWatch:
                 self.progress.note()
 
     async def disown_gone(self, entries: Mapping[str, tuple[ServerState, int]]) -> None:
-        """Fence the servers of nodes that are gone for good: nobody is to wait for what they hold.
+        """Fence the servers of nodes that are gone for good: nobody is to wait for them.
 
         A node that comes back claims its servers again. Where it speaks at this very moment, its word stands.
 
@@ -99,14 +98,13 @@ class LivenessWatch:
         """
         for key, (state, revision) in entries.items():
             self.detector.on_server_state(key, state.node_id, revision)
-        gone = self.detector.gone(state.node_id for state, _ in entries.values() if not state.fenced)
+        gone = self.detector.gone(state.node_id for state, _ in entries.values() if state.is_waited_for)
         for key, (state, revision) in entries.items():
-            if state.fenced or state.node_id not in gone:
+            if not state.is_waited_for or state.node_id not in gone:
                 continue
             silent_s = round(self.detector.silent_s(state.node_id))
-            disowned = msgspec.structs.replace(state, version="", fenced=True, reason=DISOWNED, card="")
             try:
-                self.detector.note_own(key, await self.bus.compare_and_set(key, disowned, revision))
+                self.detector.note_own(key, await self.bus.compare_and_set(key, state.gone(DISOWNED), revision))
             except ConflictError:
                 continue
             log.warning("server.disowned", server_id=state.server_id, node_id=state.node_id, silent_s=silent_s)

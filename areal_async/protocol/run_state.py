@@ -1,5 +1,9 @@
 """What operators want of a run, how its processes fare, and what it is: values of keys in the run's bucket."""
 
+from typing import Self
+
+import msgspec
+
 from areal_async.protocol.fields import Count, NumServers, OptionalVersionText, TokenText, VersionText
 from areal_async.protocol.types import Record
 
@@ -115,6 +119,15 @@ class ServerState(Record, frozen=True, kw_only=True):
     card: str = ""
     """``used`` while it may take memory of a GPU that it has in turns with the trainer; the version of the trainer's
     hold while it takes none until that is over; empty where it shares none."""
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether others may wait for it: for what it holds, in a broadcast, or for the GPU that it has in turns."""
+        return not self.fenced or self.wants_weights or bool(self.card)
+
+    def gone(self, reason: str) -> Self:
+        """Return what is said of it once it is no more: nobody waits for it."""
+        return msgspec.structs.replace(self, version="", fenced=True, reason=reason, wants_weights=False, card="")
 
 
 class CardHold(Record, frozen=True, kw_only=True):

@@ -207,7 +207,7 @@ class _Node:
                 self._fleet.resize(wanted)
 
     async def _run_claims(self) -> None:
-        """Keep what is said of this node's servers true: all wait for what one holds.
+        """Keep what is said of this node's servers true: others wait for them.
 
         What is said otherwise of a server that this node has is put right: the controller has disowned it while this
         node could not be heard, or somebody else has written it. What is said of one that this node does not have, by
@@ -222,10 +222,9 @@ class _Node:
             for key, (said, revision) in (await self._bus.entries("server.", ServerState)).items():
                 server = self._fleet.pool.servers.get(said.server_id)
                 is_its_key = key == self._bus.names.server_key(said.server_id)
-                if said.node_id == self._node_id and not (server and is_its_key) and not said.fenced:
-                    gone = msgspec.structs.replace(said, version="", fenced=True, reason=LEFT, card="")
+                if said.node_id == self._node_id and not (server and is_its_key) and said.is_waited_for:
                     with suppress(ConflictError):
-                        await self._bus.compare_and_set(key, gone, revision)
+                        await self._bus.compare_and_set(key, said.gone(LEFT), revision)
                         log.warning("server.unknown", key=key, server_id=said.server_id, version=said.version)
                 elif server and is_its_key and said != self._state(server):
                     with suppress(ConflictError):

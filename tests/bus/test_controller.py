@@ -147,7 +147,10 @@ async def test_a_server_of_a_silent_node_is_disowned_and_that_of_a_speaking_one_
     controller = _controller(await open_role(Role.CONTROLLER), settings, detector=detector, report_s=0.05)
     slow = ServerState(server_id="x-0", node_id="x", url="", version="1-0")
     gone = ServerState(server_id="g-0", node_id="g", url="", version="1-0")
-    for state in (slow, gone):
+    joiner = ServerState(
+        server_id="w-0", node_id="w", url="", version="", fenced=True, reason="starting", wants_weights=True
+    )
+    for state in (slow, gone, joiner):
         await world.node.put(names.server_key(state.server_id), state)
 
     async def speak() -> None:
@@ -161,14 +164,17 @@ async def test_a_server_of_a_silent_node_is_disowned_and_that_of_a_speaking_one_
         nodes.start_soon(speak)
         await world.hold("1-1")
 
-        async def is_disowned() -> bool:
-            state, _ = await world.node.get(names.server_key("g-0"), ServerState)
-            return state is not None and state.fenced
+        for state in (gone, joiner):
 
-        await until(is_disowned)
-        assert (await world.node.get(names.server_key("g-0"), ServerState))[0] == msgspec.structs.replace(
-            gone, version="", fenced=True, reason=DISOWNED
-        )
+            async def is_disowned(key: str = names.server_key(state.server_id)) -> bool:
+                said, _ = await world.node.get(key, ServerState)
+                return said is not None and said.reason == DISOWNED
+
+            await until(is_disowned)
+            disowned, _ = await world.node.get(names.server_key(state.server_id), ServerState)
+            assert disowned == msgspec.structs.replace(
+                state, version="", fenced=True, reason=DISOWNED, wants_weights=False
+            )
         await until(lambda: detector.silent_s("g") > 3 * lost_s)
         assert (await world.node.get(names.server_key("x-0"), ServerState))[0] == slow
         assert controller.report()["held"] == "1-0"

@@ -28,6 +28,7 @@ from areal_async.config.settings import (
     TaskSettings,
 )
 from areal_async.errors import UserError
+from areal_async.inference.fleet import LEFT
 from areal_async.inference.pool import ServerPool
 from areal_async.protocol import wire
 from areal_async.protocol.run_state import DISOWNED, Change, Changes, FleetSize, ServerState
@@ -207,19 +208,27 @@ async def test_what_is_said_wrong_of_a_nodes_server_is_put_right_by_the_node(run
         await until(is_right)
 
 
-@pytest.mark.parametrize(("key", "server_id"), [("n0-7", "n0-7"), ("ghost", "n0-0")])
-async def test_what_is_said_of_a_server_that_a_node_does_not_have_is_fenced_by_the_node(
-    run: Run, key: str, server_id: str
+@pytest.mark.parametrize(
+    ("key", "server_id", "said"),
+    [
+        ("n0-7", "n0-7", {"version": "1-0"}),
+        ("ghost", "n0-0", {"version": "1-0"}),
+        ("n0-7", "n0-7", {"version": "", "fenced": True, "reason": "starting", "wants_weights": True}),
+    ],
+)
+async def test_what_is_said_of_a_server_that_a_node_does_not_have_is_put_right_by_the_node(
+    run: Run, key: str, server_id: str, said: dict[str, Any]
 ) -> None:
     await run.announce()
-    ghost = ServerState(server_id=server_id, node_id="n0", url="http://nowhere", version="1-0")
+    ghost = ServerState(server_id=server_id, node_id="n0", url="http://nowhere", **said)
     async with run.running_node():
         mine = await run.server(lambda state: state.version == "1-0" and not state.fenced)
         await run.node.put(run.names.server_key(key), ghost)
 
-        said = await run.server(lambda state: state.fenced, key)
+        now = await run.server(lambda state: state.reason == LEFT, key)
 
-        assert (said.version, said.server_id) == ("", server_id)
+        assert now == ghost.gone(LEFT)
+        assert (now.version, now.fenced, now.is_waited_for) == ("", True, False)
         assert await run.server(lambda _: True) == mine
 
 
