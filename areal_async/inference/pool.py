@@ -45,6 +45,8 @@ class ServerHandle:
     """The last such reason other than its start."""
     unreadable: str = ""
     """Why the files of the weights that it should hold cannot be loaded; empty once some were."""
+    missed: str = ""
+    """As ``ServerState.missed``."""
     doubt: str = ""
     """Why it is being asked whether it is well; empty when nobody doubts it."""
     doubted: anyio.Event = field(default_factory=anyio.Event)
@@ -123,7 +125,8 @@ class ServerPool:
 
     def admit(self, server: ServerHandle, *, url: str, version: str) -> None:
         """Send requests to this server: it holds ``version``, verified."""
-        server.url, server.version, server.fence, server.doubt, server.unreadable = url, version, "", "", ""
+        server.url, server.version = url, version
+        server.fence = server.doubt = server.unreadable = server.missed = ""
         server.is_held = server.wants_weights = False
         self._notify()
 

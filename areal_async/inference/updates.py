@@ -93,8 +93,6 @@ class Updater:
         self._api = api
         self._around = around
         self._group = ""
-        self._missed = "", ""
-        """Version and group of the broadcast that it missed."""
         self.is_updating = False
         """It is paused, or about to be, and cannot be expected to be healthy."""
 
@@ -209,11 +207,7 @@ class Updater:
     def _can_receive(self, newest: WeightsVersion) -> bool:
         """Say whether this is a broadcast that waits for this very process; others take the copy on disk."""
         group = newest.group
-        return (
-            group is not None
-            and group.incarnations.get(self._server.id) == self._server.incarnation
-            and (newest.version, group.name) != self._missed
-        )
+        return group is not None and group.incarnations.get(self._server.id) == self._server.incarnation
 
     async def _carry_out(self, order: WeightsVersion) -> None:
         """Change to a version, and admit.
@@ -241,14 +235,19 @@ class Updater:
         await self._around.publish(self._server)
 
     async def _join_in_time(self, order: WeightsVersion, group: UpdateGroup) -> float | None:
-        """Meet the group of a broadcast; None when it was missed, which a server that is well survives."""
+        """Meet the group of a broadcast; None when it was missed, which a server that is well survives.
+
+        It says so, for the others to wait for it no longer, and the trainer to give it the version otherwise.
+        """
         try:
             return await self._join(group)
         except ServerFault as exc:
-            self._missed = order.version, group.name
             log.warning("broadcast.missed", server_id=self._server.id, version=order.version, cause=str(exc))
             if not await self._api.is_healthy(deadline_s=HEALTH_DEADLINE_S):
                 raise
+            self._server.missed = f"{group.name}: {exc}"
+            self._give_up_place()
+            await self._around.publish(self._server)
             return None
 
     async def _join(self, group: UpdateGroup) -> float:
@@ -265,12 +264,16 @@ class Updater:
             with anyio.fail_after(REACH_DEADLINE_S):
                 await (await anyio.connect_tcp(group.address, group.port)).aclose()
         except (OSError, TimeoutError) as exc:
-            raise ServerFault(f"group {group.name}: nobody at {group.address}:{group.port}: {exc}") from exc
+            raise ServerFault(f"nobody at {group.address}:{group.port}: {exc}") from exc
         self._group = group.name
         await self._api.join_group(
             group, rank=group.ranks[self._server.id], deadline_s=self._around.settings.transfer_deadline_s
         )
         return time.monotonic() - started
+
+    def _give_up_place(self) -> None:
+        """Have no place in a group any more: to a trainer that broadcasts, this is another server from now on."""
+        self._server.incarnation = uuid4().hex
 
     async def _leave(self) -> None:
         group, self._group = self._group, ""
@@ -281,10 +284,10 @@ class Updater:
                 log.debug("group.not_left", server_id=self._server.id, group=group, cause=str(exc))
 
     async def _attempt(self, order: WeightsVersion, *, by_broadcast: bool) -> SwapTimes | None:
-        """Update the server; None when it served and that failed: it is fenced, paused and to be restored.
+        """Update the server; None when that failed, and the server is well: it is fenced, paused and to be restored.
 
         Raises:
-            ServerFault: it does not answer any more, or could not be restored.
+            ServerFault: it does not answer any more, or could not be restored from files.
         """
         settings, mode = self._around.settings, self._around.settings.interrupt
         is_serving = bool(self._server.version)
@@ -300,10 +303,10 @@ class Updater:
                 times = await swap(self._api, order, mode=mode, deadline_s=settings.start_deadline_s, check=check)
         except ServerFault as exc:
             self._around.staging.forget()
-            if not is_serving:
+            if not is_serving and not by_broadcast:
                 raise
             log.warning("update.failed", server_id=self._server.id, version=order.version, cause=str(exc))
-            self._server.incarnation = uuid4().hex  # to a trainer that broadcasts, it is another server from now on
+            self._give_up_place()
             await self._around.fence(self._server, f"update to {order.version} failed: {exc}")
             group, self._group = self._group, ""
             try:

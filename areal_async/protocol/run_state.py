@@ -105,7 +105,7 @@ class ServerState(Record, frozen=True, kw_only=True):
     version: OptionalVersionText
     """Weights version that it holds; empty until that is an announced one."""
     incarnation: str = ""
-    """Different after every start of its process."""
+    """Different after every start of its process, and every broadcast that it has left: who has a place in one."""
     num_ranks: Count = 1
     """GPUs it is spread over: its ranks in an update group."""
     fenced: bool = False
@@ -114,6 +114,8 @@ class ServerState(Record, frozen=True, kw_only=True):
     """Why it was fenced the last time, other than to be started."""
     unreadable: str = ""
     """Why the files of the weights that it should hold cannot be loaded; empty once some were."""
+    missed: str = ""
+    """Group of the broadcast that it could not join, and why; empty once it holds what was announced."""
     wants_weights: bool = False
     """It holds no version and could take one now, and there is none that it can load."""
     card: str = ""

@@ -244,6 +244,7 @@ class _Node:
             reason=server.fence[:MAX_REASON_CHARACTERS],
             failure=server.failure[:MAX_REASON_CHARACTERS],
             unreadable=server.unreadable[:MAX_REASON_CHARACTERS],
+            missed=server.missed[:MAX_REASON_CHARACTERS],
             card=server.card,
             wants_weights=server.wants_weights,
         )

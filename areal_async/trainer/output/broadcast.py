@@ -59,19 +59,25 @@ class Broadcaster:
     def open(self, servers: Iterable[tuple[ServerState, int]]) -> UpdateGroup | None:
         """Begin a transfer: return the group of all servers that can take a version, None where there are none.
 
-        That is who serves, and who waits for weights that it can load.
+        That is who serves, and who waits for weights that it can load. One that has missed a broadcast of this
+        trainer could have the next one missed by all, so it is asked when no other is, and alone.
 
         Args:
             servers: their states, with the revisions of these.
         """
-        wanted = {
-            state.server_id: (_Member(state.incarnation, state.num_ranks), revision)
+        able = [
+            (state, revision)
             for state, revision in servers
             if _is_present(state) and self._shunned.get(state.server_id) != revision
+        ]
+        wanted = [one for one in able if not self._has_missed(one[0])]
+        wanted = wanted or sorted(able, key=lambda one: one[1])[:1]  # who has not spoken for the longest
+        members = {
+            state.server_id: _Member(state.incarnation, state.num_ranks)
+            for state, _ in sorted(wanted, key=lambda one: one[0].server_id)
         }
-        members = {server_id: wanted[server_id][0] for server_id in sorted(wanted)}
         self._ends_at = time.monotonic() + self.deadline_s
-        self._revisions = {server_id: revision for server_id, (_, revision) in wanted.items()}
+        self._revisions = {state.server_id: revision for state, revision in wanted}
         if members != self._members or not self.has_group:
             self.close()
             self._members = members
@@ -119,6 +125,9 @@ class Broadcaster:
         group, self._group = self._group, None
         if group is not None:
             group.close()
+
+    def _has_missed(self, state: ServerState) -> bool:
+        return state.missed.startswith(f"{self._prefix}-")
 
     def _host(self) -> UpdateGroup | None:
         self._num_groups += 1

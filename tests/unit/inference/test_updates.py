@@ -226,6 +226,24 @@ async def test_server_that_cannot_read_the_files_receives_all_of_a_broadcast_and
     assert (scene.server.unreadable, scene.server.wants_weights) == ("", False)
 
 
+async def test_server_without_a_version_whose_broadcast_breaks_waits_for_the_next_one() -> None:
+    """It is no reason to start it again, which ends a node that has to do so a few times in a row."""
+    fake = FakeSglang()
+    async with scene_of(fake) as scene:
+        fake.failing[RECEIVE] = (400, {"success": False, "message": "Failed to receive weights"})
+        scene.announce(broadcast("1-1", fake))
+        await scene.until("", num_states=3)
+        assert scene.server.wants_weights
+        assert "/destroy_weights_update_group" in scene.routes
+        assert scene.server.failure.startswith("update to 1-1 failed: ")
+        assert (scene.server.incarnation != "first", fake.is_paused) == (True, True)
+        fake.failing.clear()
+        scene.announce(broadcast("1-2", fake, name="g2", incarnation=scene.server.incarnation))
+        await scene.until("1-2")
+
+    assert scene.reasons == []
+
+
 async def test_broadcast_whose_trainer_is_gone_is_missed_without_a_pause() -> None:
     fake, gone = FakeSglang(), FakeSglang()
     async with gone:
@@ -239,8 +257,14 @@ async def test_broadcast_whose_trainer_is_gone_is_missed_without_a_pause() -> No
         await wait_all_tasks_blocked()
         assert scene.routes == ["/health"]
         assert (scene.server.version, scene.server.is_serviceable) == ("1-0", True)
-        scene.announce(on_disk("1-1"))
+        assert scene.states == [("1-0", ""), ("1-0", "")], "it says that it has missed it"
+        assert scene.server.missed.startswith("g1: nobody at 127.0.0.1:")
+        scene.announce(broadcast("1-1", fake, name="g2"))
+        await wait_all_tasks_blocked()
+        assert scene.routes == [], "nobody waits for it any more"
+        scene.announce(broadcast("1-1", fake, name="g3", incarnation=scene.server.incarnation))
         await scene.until("1-1")
+        assert scene.server.missed == ""
 
 
 async def test_server_that_answers_nothing_any_more_is_given_up_with_both_causes(

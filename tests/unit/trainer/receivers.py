@@ -20,6 +20,7 @@ def state_of(
     incarnation: str = "first",
     reason: str = "",
     unreadable: str = "",
+    missed: str = "",
     wants_weights: bool = False,
 ) -> ServerState:
     """Return what a server says of itself; fenced when there is a reason."""
@@ -32,6 +33,7 @@ def state_of(
         fenced=bool(reason),
         reason=reason,
         unreadable=unreadable,
+        missed=missed,
         wants_weights=wants_weights,
     )
 

@@ -121,6 +121,21 @@ def test_a_server_that_waits_for_weights_takes_part_and_is_lost_when_it_does_so_
     assert broadcaster.find_lost({"0-0": state_of("0-0", reason="starting")}) == "server 0-0: starting"
 
 
+def test_a_server_that_missed_a_broadcast_is_asked_again_but_never_beside_others(broadcaster: Broadcaster) -> None:
+    missed = [
+        state_of(name, incarnation="second", missed="test-1-1: nobody at 10.0.0.1:7000") for name in ("0-0", "0-1")
+    ]
+    well = state_of("1-0", missed="test-0-9: of a trainer that is gone")
+    opened(broadcaster, state_of("0-0"), state_of("0-1"), well)
+    assert "0-0" in broadcaster.find_lost({"0-0": missed[0], "0-1": state_of("0-1"), "1-0": well}), "none waits for it"
+    broadcaster.give_up("0-0 was started anew or is gone")
+
+    beside = broadcaster.open([(missed[0], 2), (missed[1], 3), (well, 4)])
+    alone = [broadcaster.open(pairs) for pairs in ([(missed[0], 2), (missed[1], 3)], [(missed[0], 5), (missed[1], 3)])]
+
+    assert [group and group.ranks for group in (beside, *alone)] == [{"1-0": 1}, {"0-0": 1}, {"0-1": 1}]
+
+
 def test_a_member_that_never_joins_is_given_up_at_once_when_it_is_known_to_be_lost(broadcaster: Broadcaster) -> None:
     opened(broadcaster, state_of("0-0"))
     assert not broadcaster.find_lost({"0-0": state_of("0-0", version="1-5")})
