@@ -222,7 +222,7 @@ async def read_snapshot(
         changes=dict(held_changes(settings, record_at(records, CHANGES, Changes) or Changes())),
         shares=dict(books.get("shares", {})),
         events=events,
-        notes=[*_notes(state, members, listed), *alarm_notes(reports)],
+        notes=[*notes_of(state, members, listed), *alarm_notes(reports)],
     )
 
 
@@ -297,8 +297,18 @@ def server_of(server: ServerState, reports: Reports) -> dict[str, Any]:
         "is_fenced": server.fenced or is_lost,
         "reason": f"node {server.node_id} does not answer" if is_lost else server.reason,
         "failure": server.failure,
+        "waits_for": "" if is_lost else _wait_of(server),
         **{key: said[key] for key in LOAD if key in said},
     }
+
+
+def _wait_of(server: ServerState) -> str:
+    """Say what a server waits for that lacks the newest weights; empty where it has them, or gets them by itself."""
+    missed = f"missed broadcast {server.missed}" if server.missed else ""
+    causes = [cause for cause in (server.unreadable, missed) if cause]
+    if server.wants_weights or (causes and not server.fenced):
+        return f"weights ({'; '.join(causes) or 'the next broadcast, or a copy on disk'})"
+    return ""
 
 
 def members_of(settings: Settings, reports: Reports, crews: Mapping[str, CrewState]) -> Iterator[Member]:
@@ -336,7 +346,8 @@ def state_of(run_state: RunState, control: Control, members: Sequence[Member], *
     return "running" if any(member.presence == OK or member.why for member in members) else "starting"
 
 
-def _notes(state: str, members: Sequence[Member], servers: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+def notes_of(state: str, members: Sequence[Member], servers: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    """Yield who is missing, and what servers lack. Pure."""
     if state in OVER:
         return
     for member in members:
@@ -347,6 +358,8 @@ def _notes(state: str, members: Sequence[Member], servers: Sequence[Mapping[str,
         if server["is_fenced"]:
             failure = f" after {server['failure']}" if server.get("failure") and server["reason"] == STARTING else ""
             yield f"server {server['id']} is fenced: {server['reason'] or 'no reason given'}{failure}"
+        if server["waits_for"]:
+            yield f"server {server['id']} waits for {server['waits_for']}"
 
 
 def alarm_notes(reports: Reports) -> list[str]:

@@ -152,6 +152,7 @@ def _server_row(server: Server) -> Row:
     limit, num_swaps = int(number(server, "limit")), int(number(server, "num_swaps"))
     requests = f"{int(number(server, 'num_requests'))}" + (f"/{limit}" if 0 < limit < UNBOUNDED else "")
     state = f"fenced: {server['reason']}" if server["is_fenced"] else str(server.get("fence") or "serves")
+    state += f", waits for {server['waits_for']}" if server.get("waits_for") else ""
     after = f" (last failure: {server['failure']})" if server.get("failure") else ""
     first_s = server.get("first_token_mean_s")
     cells = (

@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -19,6 +20,7 @@ from areal_async.monitor.snapshot import (
     alarm_notes,
     broker_of,
     members_of,
+    notes_of,
     reason_of,
     record_at,
     server_of,
@@ -151,6 +153,33 @@ def test_a_server_goes_with_its_node_whatever_was_said_of_it_last() -> None:
     assert (there["is_fenced"], there["version"], there["num_requests"]) == (False, "1-3", 7)
     assert there["tokens_per_s"] == 3.5
     assert (gone["is_fenced"], gone["version"], gone["reason"]) == (True, "", "node 0 does not answer")
+
+
+@pytest.mark.parametrize(
+    ("said", "waits_for"),
+    [
+        ({"version": "1-3"}, ""),
+        ({"version": "1-3", "missed": "g1: nobody at h:7"}, "weights (missed broadcast g1: nobody at h:7)"),
+        ({"fenced": True, "reason": "starting"}, ""),
+        (
+            {"fenced": True, "reason": "starting", "wants_weights": True},
+            "weights (the next broadcast, or a copy on disk)",
+        ),
+        (
+            {"fenced": True, "reason": "starting", "wants_weights": True, "unreadable": "no /w", "missed": "g1: late"},
+            "weights (no /w; missed broadcast g1: late)",
+        ),
+    ],
+)
+def test_a_server_that_waits_for_weights_is_told_from_one_that_starts(said: dict[str, Any], waits_for: str) -> None:
+    server = ServerState(**{"server_id": "0-0", "node_id": "0", "url": "", "version": "", **said})
+
+    shown = server_of(server, {("node", "0"): {}})
+
+    assert shown["waits_for"] == waits_for
+    note = f"server 0-0 waits for {waits_for}"
+    assert (note in notes_of("running", [], [shown])) == bool(waits_for)
+    assert server_of(server, {})["waits_for"] == "", "its node does not answer"
 
 
 def test_without_its_broker_a_run_is_shown_from_its_files_and_nobody_is_accused(tmp_path: Path) -> None:
