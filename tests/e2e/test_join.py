@@ -1,9 +1,12 @@
 """Nodes join a live run by command, work, and leave or wait for a run that was killed; all is accounted for."""
 
+import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from tests.e2e.test_run import DEADLINE_S, REPOSITORY, Run, collect, role_proces
 pytestmark = [pytest.mark.timeout(600), pytest.mark.whole_runs]
 
 SECOND, THIRD = "second", "third"
+SWAPPED = '"server.swapped"'
 SILENT_S = 8
 """The broker's deadline, after three quarters of which a silent run is away."""
 
@@ -24,11 +28,19 @@ def _num_stored_by(node_id: str, run: Run) -> int:
     return sum(len(one.receipts) for producer, one in produced.items() if producer.startswith(f"{node_id}."))
 
 
-def _join(node_id: str, run: Run, tmp_path: Path) -> "subprocess.Popen[str]":
+def _without(folder: Path) -> list[str]:
+    """Return the words that have a command see an empty folder there; none where this kernel gives no such view."""
+    words = ["unshare", "--user", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
+        return []
+    return [*words, "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(folder)]
+
+
+def _join(node_id: str, run: Run, tmp_path: Path, *, view: Sequence[str] = ()) -> "subprocess.Popen[str]":
     url = (run.directory / "bus" / "url").read_text().strip()
     words = ["node", "--join", url, "--run", "run", "--directory", str(tmp_path), "--node-id", node_id]
     return subprocess.Popen(
-        [sys.executable, "-m", "areal_async", *words],
+        [*view, sys.executable, "-m", "areal_async", *words],
         cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -38,7 +50,7 @@ def test_a_node_joins_and_leaves_another_waits_for_a_killed_run_and_the_doctor_f
 ) -> None:
     run = Run(
         tmp_path, "run", run__steps=5000, eval__dataset="null", bus__port=free_port(setting="bus"),
-        bus__operation_deadline_s=SILENT_S,
+        bus__operation_deadline_s=SILENT_S, inference__weight_transfer="distributed",
     )  # fmt: skip
     with run.start() as process:
         run.wait_for_step(1, process)
@@ -55,8 +67,9 @@ def test_a_node_joins_and_leaves_another_waits_for_a_killed_run_and_the_doctor_f
 
 
 def _have_a_node_join_and_leave(run: Run, process: "subprocess.Popen[str]", tmp_path: Path) -> None:
-    """Nobody waits for its server then."""
-    with _join(SECOND, run, tmp_path) as node:
+    """Nobody waits for its server then. It sees no file of weights, as a host that shares none with the trainer."""
+    view = _without(run.directory / "weights")
+    with _join(SECOND, run, tmp_path, view=view) as node:
         wait_until(lambda: _num_stored_by(SECOND, run) > 2 or node.poll() is not None, "work of the second node")
         node.send_signal(signal.SIGTERM)
         left = collect(node)
@@ -64,7 +77,11 @@ def _have_a_node_join_and_leave(run: Run, process: "subprocess.Popen[str]", tmp_
 
     assert left.returncode == 0, left.stdout
     assert f"node {SECOND} joins run run" in left.stdout
-    assert (run.directory / "nodes" / SECOND / "logs").is_dir()
+    logs = run.directory / "nodes" / SECOND / "logs"
+    swaps = [
+        json.loads(line) for log in logs.glob("*.jsonl") for line in log.read_text().splitlines() if SWAPPED in line
+    ]
+    assert {one["kind"] for one in swaps} == {"distributed"} or not view, swaps
 
 
 def _have_the_run_come_back(run: Run, node: "subprocess.Popen[str]") -> None:
