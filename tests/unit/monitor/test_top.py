@@ -34,7 +34,8 @@ def _status(**changes: Any) -> Status:
         ],
         "servers": [
             {"id": "0-0", "version": "1-10", "is_fenced": False, "reason": "", "failure": ""},
-            {"id": "0-1", "version": "1-9", "is_fenced": True, "reason": "starting", "failure": "ended by SIGKILL"},
+            {"id": "0-1", "version": "1-9", "is_fenced": True, "reason": "starting", "failure": "ended by SIGKILL",
+             "waits_for": "weights"},
         ],
         "notes": [],
     }  # fmt: skip
@@ -249,7 +250,8 @@ def test_servers_tell_their_speed_and_are_sorted_by_trouble_load_speed_and_versi
 
     assert by_sort["name"][0] == ("0-0", "1-10", "1100", "7/64", "52", "900", "4", "50", "serves")
     assert by_sort["name"][1] == (
-        "0-1", "1-9", "100", "9", "", "0", "0", "", "fenced: starting (last failure: ended by SIGKILL)",
+        "0-1", "1-9", "100", "9", "", "0", "0", "",
+        "fenced: starting, waits for weights (last failure: ended by SIGKILL)",
     )  # fmt: skip
     assert [row[0] for row in by_sort["trouble"]] == ["0-1", "0-0"], "the fenced one first"
     assert [row[0] for row in by_sort["load"]] == ["0-1", "0-0"]
