@@ -35,6 +35,7 @@ from areal_async.trainer.output.checkpointer import Checkpointer
 from areal_async.trainer.output.publisher import WeightsPublisher
 from areal_async.trainer.output.restoring import choose_checkpoint
 from areal_async.trainer.output.served import ServedWeights, sends_adapter
+from areal_async.trainer.output.version_writer import VersionWriter
 from areal_async.trainer.step_runner import StepRunner
 
 METRICS_INTERVAL_S = 1.0
@@ -66,14 +67,32 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
         structlog.contextvars.bind_contextvars(rank=ranks.rank)
         engines = Engines.for_run(settings, ranks)
         writer = CheckpointWriter(ranks) if settings.trainer.async_checkpoints else None
+        versions = VersionWriter(
+            ServedWeights(
+                engines.actor,
+                bucket_bytes=settings.inference.bucket_bytes,
+                is_adapter=sends_adapter(settings),
+                is_broadcast=settings.inference.weight_transfer == "distributed",
+            ),
+            run_directory.resolve() / "weights",
+            ranks,
+        )
         interned_names.settle_table()
-        main = functools.partial(_run_rank, settings, run_directory.resolve(), bus_url, engines=engines, writer=writer)
+        main = functools.partial(
+            _run_rank, settings, run_directory.resolve(), bus_url, engines=engines, writer=writer, versions=versions
+        )
         with recording(settings, run_directory, role="trainer", instance=str(ranks.rank)):
             anyio.run(main, backend_options={"use_uvloop": True})
 
 
 async def _run_rank(
-    settings: Settings, run_directory: Path, bus_url: str, *, engines: Engines, writer: CheckpointWriter | None
+    settings: Settings,
+    run_directory: Path,
+    bus_url: str,
+    *,
+    engines: Engines,
+    writer: CheckpointWriter | None,
+    versions: VersionWriter,
 ) -> None:
     ranks = engines.actor.dims.all
     async with (
@@ -92,10 +111,7 @@ async def _run_rank(
         broadcaster = _broadcaster(settings, lineage, bus_url=bus_url, ranks=ranks)
         publisher = WeightsPublisher(
             settings=settings.inference,
-            directory=run_directory / "weights",
-            weights=ServedWeights(
-                engines.actor, bucket_bytes=settings.inference.bucket_bytes, is_adapter=sends_adapter(settings)
-            ),
+            versions=versions,
             thread=threads.engine,
             writing=BackgroundJob(loops),
             copying=BackgroundJob(loops),
@@ -139,6 +155,7 @@ async def _run_rank(
             feed=feed,
             turns=turns,
         )
+        loops.start_soon(versions.run)
         if lineage is not None:
             loops.start_soon(publisher.run_repairs)
         loops.start_soon(_run_metrics, bus, trainer, ranks.rank, settings, run_directory)
@@ -146,6 +163,7 @@ async def _run_rank(
         if feed is not None:
             await _start_feed(loops, feed, trainer)
         await trainer.run()
+        await versions.close()
         await _emit_state(bus, trainer, ranks.rank)  # the last one: that it has finished
         if broadcaster is not None:
             broadcaster.close()

@@ -10,6 +10,7 @@ digests.
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor
 
 from areal_async.errors import PipelineError
+from areal_async.inference.weight_group import num_bytes
 from areal_async.process.atomic_folders import finish, partial_name, sync, written_whole
 from areal_async.trainer.engine.digests import digests
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.engine.weights import Bucket, num_bytes, plan
+from areal_async.trainer.engine.weights import Bucket, plan
 
 FILE_BYTES = 512 << 20
 """Of a file's tensors at most, unless it has a single one: who writes a file has these in host memory."""
@@ -42,6 +44,22 @@ class ModelFolder:
     def of(cls, decoder: Any, source: Path, dtype: torch.dtype) -> Self:
         """Describe the folder of a decoder's weights in ``dtype``, which may be parts of it, or have no content."""
         return cls(source, decoder.config, plan(decoder, dtype, max_bytes=FILE_BYTES))
+
+    def holders(self, num_ranks: int) -> dict[str, int]:
+        """Return the rank that writes each tensor: files are dealt out, neighbours to one."""
+        dealt = ((number * num_ranks // len(self.files), bucket) for number, bucket in enumerate(self.files))
+        return {spec.name: rank for rank, bucket in dealt for spec in bucket}
+
+    def read(self, bucket: Bucket, directory: Path) -> list[Tensor]:
+        """Return some tensors of a folder that was written, on the CPU."""
+        from safetensors import safe_open
+
+        with ExitStack() as stack:
+            files = {
+                name: stack.enter_context(safe_open(directory / name, framework="pt"))
+                for name in dict.fromkeys(self._places[spec.name] for spec in bucket)
+            }
+            return [files[self._places[spec.name]].get_tensor(spec.name) for spec in bucket]
 
     def write(self, read: Callable[[Bucket], Mapping[str, Tensor]], directory: Path) -> dict[str, str]:
         """Write the folder as one process; return {safetensors file: sha256}. No collective.
@@ -95,9 +113,13 @@ class ModelFolder:
         config.pop("torch_dtype", None)
         _write_json(config, folder / "config.json")
         if len(self.files) > 1:
-            places = {spec.name: self._name(number) for number, bucket in enumerate(self.files) for spec in bucket}
-            index = {"metadata": {"total_size": sum(map(num_bytes, self.files))}, "weight_map": places}
+            index = {"metadata": {"total_size": sum(map(num_bytes, self.files))}, "weight_map": self._places}
             _write_json(index, folder / "model.safetensors.index.json")
+
+    @property
+    def _places(self) -> dict[str, str]:
+        """Name of a tensor -> that of its file."""
+        return {spec.name: self._name(number) for number, bucket in enumerate(self.files) for spec in bucket}
 
     def _name(self, number: int) -> str:
         """Return what Hugging Face calls a file, of which ``number`` stand before it."""

@@ -153,10 +153,6 @@ class FsdpEngine(TrainedEngine[Scores]):
         """
         return weights.gather(self._model.decoder, buckets, self.dims.all, send=send)
 
-    def write_weights(self, tensors: dict[str, Tensor], directory: Path) -> dict[str, str]:
-        """Write what ``gather_weights`` returned, as ``save_weights`` does. Rank 0's alone, from any thread."""
-        return self.folder.write(lambda _: tensors, directory)
-
     def plan_adapter(self) -> list[weights.Bucket]:
         """Return the adapters alone, as they are served, for ``gather_weights``. No collective."""
         return weights.plan(self._model.decoder, self._dtype, of_adapters=True)

@@ -84,12 +84,20 @@ class ModelEngine(Generic[T]):
         """The weights as they are served, as a Hugging Face folder."""
         return ModelFolder.of(self._model.decoder, self._source, self._dtype)
 
-    def gather_files(self) -> dict[str, Tensor]:
+    def gather_files(
+        self, buckets: Sequence[weights.Bucket] | None = None, *, send: Callable[[Tensor], None] | None = None
+    ) -> dict[str, Tensor]:
         """Return copies, on the CPU, of the tensors of those of the ``folder``'s files that this rank writes.
 
         A collective.
+
+        Args:
+            buckets: in which they are gathered; by files, else.
+            send: as of ``weights.gather``. It may block, shorter than a collective may take.
         """
-        return weights.gather(self._model.decoder, self.folder.files, self.dims.all, is_dealt=True)
+        folder, ranks = self.folder, self.dims.all
+        holders = folder.holders(ranks.size)
+        return weights.gather(self._model.decoder, buckets or folder.files, ranks, holders=holders, send=send)
 
     def _infer(self, rows: Sequence[TrainRow], forward: Callable[[list[PackedRow]], list[Tensor]]) -> list[Tensor]:
         """Return for each row what ``forward`` says of every token in its loss; 0 elsewhere [L]. A collective."""

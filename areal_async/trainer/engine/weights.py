@@ -1,10 +1,8 @@
 """Weights as they are served: the buckets in which they are gathered, broadcast and written, and what proves them."""
 
 import hashlib
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -39,56 +37,58 @@ def plan(
     return [[describe(name, whole[name]) for name in names] for names in _split(whole, max_bytes=max_bytes)]
 
 
-def num_bytes(bucket: Bucket) -> int:
-    """Return the size of a bucket's tensors."""
-    return sum(math.prod(spec.shape) * _dtype(spec).itemsize for spec in bucket)
-
-
 def gather(
     causal_lm: nn.Module,
     buckets: Sequence[Bucket],
     ranks: Ranks,
     *,
-    is_dealt: bool = False,
+    holders: Mapping[str, int] | None = None,
     send: Callable[[Tensor], None] | None = None,
 ) -> dict[str, Tensor]:
-    """Return copies, on the CPU, of the whole tensors of this rank's buckets. A collective.
+    """Return copies, on the CPU, of the whole tensors that this rank holds afterwards. A collective.
 
-    What has an adapter comes merged with it. Beside the copies two buckets are whole at once on the rank that gets
-    them, and a single tensor on the others.
+    What has an adapter comes merged with it. Beside the copies two buckets are whole at once on a rank that holds some
+    of their tensors, or sends them, and a single tensor on the others.
 
     Args:
-        is_dealt: the buckets are dealt out over all ranks, neighbours to one; rank 0 gets all of them else.
+        holders: name -> the rank that holds a tensor; rank 0 holds all of them else.
         send: takes each bucket's bytes on rank 0's device, in order, before the next bucket is gathered. The other
-            ranks wait meanwhile, in the next collective. Not of what is dealt.
+            ranks wait meanwhile, in the next collective; where there are holders they pass some function too.
     """
     parameters = dict(causal_lm.named_parameters())
     adapted = {f"{name}.weight": module for name, module in adapters(causal_lm).items()}
 
-    def whole_on(holder: int, spec: TensorSpec) -> Tensor | None:
+    def whole_on(takers: set[int], spec: TensorSpec) -> Tensor | None:
         if isinstance(causal_lm, StagedModel):
-            return causal_lm.fetch(spec.name, parameters.get(spec.name), _dtype(spec), to=holder)
+            return causal_lm.fetch(spec.name, parameters.get(spec.name), _dtype(spec), to=takers)
         parameter, module = parameters[spec.name], adapted.get(spec.name)
         parts = [] if module is None else [module.lora_A, module.lora_B]
         weight, *adapter = (whole_of(part, _dtype(spec), ranks.device) for part in (parameter, *parts))
-        if ranks.rank != holder:
+        if ranks.rank not in takers:
             return None
         return weight if module is None else merge(weight, adapter[0], adapter[1], module.scale)
 
     tensors: dict[str, Tensor] = {}
-    for number, bucket in enumerate(buckets):
-        holder = number * ranks.size // len(buckets) if is_dealt else 0
-        wholes = [whole for spec in bucket if (whole := whole_on(holder, spec)) is not None]
+    deliver = send if ranks.rank == 0 else None
+    for bucket in buckets:
+        wholes: list[Tensor] = []
+        own: list[TensorSpec] = []
+        for spec in bucket:
+            holder = 0 if holders is None else holders[spec.name]
+            whole = whole_on({holder} if send is None else {holder, 0}, spec)
+            if whole is not None:
+                wholes.append(whole)
+            if ranks.rank == holder:
+                own.append(spec)
         if wholes:
-            tensors |= _copied(wholes, bucket, send)
+            flat = flatten(wholes)
+            wholes.clear()
+            if deliver is not None:
+                deliver(flat)
+                if len(own) < len(bucket):
+                    flat = _part_of(flat, bucket, own)
+            tensors.update(unflatten(flat.cpu(), own))
     return tensors
-
-
-def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Return the tensors of a folder that ``ModelFolder`` wrote, on the CPU."""
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def witnesses(tensors: Mapping[str, Tensor], *, of: Iterable[TensorSpec] | None = None) -> dict[str, str]:
@@ -127,13 +127,10 @@ def adapter_witnesses(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {peft_name(name): _sha256(tensor) for name, tensor in tensors.items() if layer_of(name) in ends}
 
 
-def _copied(wholes: list[Tensor], bucket: Bucket, send: Callable[[Tensor], None] | None) -> dict[str, Tensor]:
-    """Return a bucket's tensors by name, of one copy on the CPU; ``wholes`` are let go of."""
-    flat = flatten(wholes)
-    wholes.clear()
-    if send is not None:
-        send(flat)
-    return dict(unflatten(flat.cpu(), bucket))
+def _part_of(flat: Tensor, bucket: Bucket, own: Bucket) -> Tensor:
+    """Return the bytes of some of a bucket's tensors."""
+    views = dict(unflatten(flat, bucket))
+    return flatten([views[spec.name] for spec in own] or [flat[:0]])
 
 
 def _witness_names(num_dims: Mapping[str, int]) -> list[str]:

@@ -4,12 +4,13 @@
     adapter      the same, of the adapters alone, which servers merge into the base they started with
     distributed  announce with the group -> gather and broadcast -> [beside the next steps, now and then: write]
                  a lineage's first version and a checkpoint's: gather -> [beside the next step: write -> announce with
-                 the group -> broadcast]
+                 the group -> broadcast from the files]
 
 Who may load what: a server that serves or waits for weights takes part in a broadcast; one that started later, or
 missed it, takes the copy on disk, which is written for it; one that cannot read that gets a broadcast of its own.
-Invariants: what is announced never goes back; the newest version is on disk or in this host's memory, for the server
-that comes next; whatever becomes of a broadcast, every rank takes part in the whole gathering.
+Invariants: what is announced never goes back; the newest version is on disk or, dealt out, in the host memory of the
+ranks (``version_writer``), for the server that comes next; whatever becomes of a broadcast, every rank takes part in
+the whole gathering; none of several has the whole model in host memory.
 """
 
 import time
@@ -23,7 +24,6 @@ import anyio
 import anyio.to_thread
 import msgspec
 import structlog
-from torch import Tensor
 
 from areal_async.bus import Bus
 from areal_async.config.settings import InferenceSettings
@@ -36,9 +36,8 @@ from areal_async.protocol.types import DISK, DISTRIBUTED, UpdateGroup, Version, 
 from areal_async.telemetry import wait_graph
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
-from areal_async.trainer.engine.weights import read_tensors
 from areal_async.trainer.output.broadcast import Broadcaster
-from areal_async.trainer.output.served import ServedWeights
+from areal_async.trainer.output.version_writer import VersionWriter
 
 NUM_KEPT_WEIGHTS = 3
 """Newest weights folders kept: the one announced, and those a slow server may still be reading."""
@@ -56,9 +55,7 @@ class WeightsPublisher:
     """One rank's part in publishing versions."""
 
     settings: InferenceSettings
-    directory: Path
-    """Where versions are written."""
-    weights: ServedWeights
+    versions: VersionWriter
     thread: EngineThread
     """In which they are gathered."""
     writing: BackgroundJob
@@ -73,8 +70,8 @@ class WeightsPublisher:
     _newest: WeightsVersion | None = field(default=None, init=False)
     """As it is announced."""
     _on_disk: str = field(default="", init=False)
-    _copyable: tuple[Version, dict[str, Tensor]] | None = field(default=None, init=False)
-    """The newest version in this host's memory, where it is on no disk."""
+    _copyable: Version | None = field(default=None, init=False)
+    """The newest version, where it is on no disk, nor to be."""
     _publishing: anyio.Lock = field(default_factory=anyio.Lock, init=False)
     _announcing: anyio.Lock = field(default_factory=anyio.Lock, init=False)
 
@@ -90,10 +87,11 @@ class WeightsPublisher:
         async with self._publishing:
             await self.writing.finish()
             group = None if is_kept or self._newest is None else await self._open_group(await self._servers())
+            await self._let_go()
             if group is None:
-                tensors = await self.thread.run(self.weights.gather)
+                self.versions.keep(version, await self.thread.run(self.versions.weights.gather))
                 if self.lineage is not None:
-                    await self.writing.start(partial(self._write_and_announce, version, tensors))
+                    await self.writing.start(self._write_and_announce)
             else:
                 await self._publish_to(group, version)
 
@@ -183,13 +181,12 @@ class WeightsPublisher:
         """Announce a version to those who are to receive it, and broadcast it as it is gathered."""
         broadcaster = self.broadcaster
         assert broadcaster is not None
-        self._copyable = None  # superseded: there are two copies in this host's memory at the most
         await self._announce(
-            WeightsVersion(version=str(version), kind=DISTRIBUTED, group=group, buckets=self.weights.buckets)
+            WeightsVersion(version=str(version), kind=DISTRIBUTED, group=group, buckets=self.versions.weights.buckets)
         )
-        gather = partial(self.weights.gather, send=broadcaster.send)
-        tensors = await self._broadcast(version, group, lambda: self.thread.run(gather))
-        self._copyable = version, tensors
+        gather = partial(self.versions.weights.gather, send=broadcaster.send)
+        self.versions.keep(version, await self._broadcast(version, group, lambda: self.thread.run(gather)))
+        self._copyable = version
         if not broadcaster.has_group or version.step % self.settings.disk_interval == 0:
             self._start_copy()
 
@@ -213,16 +210,16 @@ class WeightsPublisher:
                 broadcaster.give_up("the trainer ends")
         log.info(
             "weights.broadcast", version=str(version), group=group.name, is_whole=broadcaster.has_group,
-            num_bytes=self.weights.num_bytes, duration_s=round(time.monotonic() - started, 4),
+            num_bytes=self.versions.weights.num_bytes, duration_s=round(time.monotonic() - started, 4),
         )  # fmt: skip
         return sent
 
-    async def _broadcast_copy(self, version: Version, group: UpdateGroup, tensors: dict[str, Tensor]) -> None:
-        """Broadcast what lies in this host's memory, beside the next step."""
+    async def _broadcast_copy(self, written: WeightsVersion, group: UpdateGroup) -> None:
+        """Broadcast what is on disk, beside the next step."""
         broadcaster = self.broadcaster
         assert broadcaster is not None
-        send = partial(self.weights.send, tensors, broadcaster.send)
-        await self._broadcast(version, group, lambda: self._sending_thread.run(send))
+        send = partial(self.versions.weights.send, Path(written.path), broadcaster.send)
+        await self._broadcast(Version.parse(written.version), group, lambda: self._sending_thread.run(send))
 
     async def _run_watch(self, broadcaster: Broadcaster) -> None:
         """Give the group up as soon as a member is known to be lost, rather than when its deadline is over."""
@@ -234,15 +231,14 @@ class WeightsPublisher:
                 return
             await anyio.sleep(MEMBER_POLL_S)
 
-    async def _write_and_announce(self, version: Version, tensors: dict[str, Tensor]) -> None:
+    async def _write_and_announce(self) -> None:
         """Make a version the newest once it is on disk; servers that can, receive it then."""
-        self._copyable = None
         await self.copying.finish()
-        written = await self._write(version, tensors)
+        written = await self._write()
         group = await self._open_group(await self._servers())
         await self._announce(self._to_group(written, group))
         if group is not None:
-            await self._broadcast_copy(version, group, tensors)
+            await self._broadcast_copy(written, group)
 
     async def _announce(self, weights: WeightsVersion, *, over: WeightsVersion | None = None) -> None:
         """Announce a version, or nothing where ``over`` is given and is not the newest any more."""
@@ -256,7 +252,7 @@ class WeightsPublisher:
     def _to_group(self, written: WeightsVersion, group: UpdateGroup | None) -> WeightsVersion:
         if group is None:
             return written
-        return msgspec.structs.replace(written, kind=DISTRIBUTED, group=group, buckets=self.weights.buckets)
+        return msgspec.structs.replace(written, kind=DISTRIBUTED, group=group, buckets=self.versions.weights.buckets)
 
     # copies on disk of what was broadcast
 
@@ -264,19 +260,23 @@ class WeightsPublisher:
         """Write the newest version beside the next steps, unless an older one is being written: then it is due again
         at the next look."""
         if self._copyable is not None and self._newest is not None and self.copying.is_idle:
-            self.copying.start_now(partial(self._copy, *self._copyable, self._newest))
-
-    async def _copy(self, version: Version, tensors: dict[str, Tensor], announced: WeightsVersion) -> None:
-        written = await self._write(version, tensors)
-        await self._announce(written, over=announced)
-        if self._copyable is not None and self._copyable[0] == version:
             self._copyable = None
+            self.copying.start_now(partial(self._copy, self._newest))
 
-    async def _write(self, version: Version, tensors: dict[str, Tensor]) -> WeightsVersion:
+    async def _let_go(self) -> None:
+        """Forget the newest version, which is about to be superseded, where it is not written."""
+        if self._copyable is not None:
+            self._copyable = None
+            await self.versions.let_go()
+
+    async def _copy(self, announced: WeightsVersion) -> None:
+        await self._announce(await self._write(), over=announced)
+
+    async def _write(self) -> WeightsVersion:
         """Write the copy that any server can load that sees the files, now or later."""
-        written = await anyio.to_thread.run_sync(self.weights.write, tensors, version, self.directory)
+        written = await self.versions.write()
         self._on_disk = written.version
-        await anyio.to_thread.run_sync(keep_newest, self.directory, NUM_KEPT_WEIGHTS)
+        await anyio.to_thread.run_sync(keep_newest, self.versions.directory, NUM_KEPT_WEIGHTS)
         return written
 
     async def _help(self, late: dict[str, tuple[ServerState, int]], newest: WeightsVersion) -> None:
@@ -289,9 +289,8 @@ class WeightsPublisher:
             await self.writing.start(partial(self._send_again, newest, group))
 
     async def _send_again(self, newest: WeightsVersion, group: UpdateGroup) -> None:
-        tensors = await anyio.to_thread.run_sync(read_tensors, Path(newest.path))
         await self._announce(self._to_group(newest, group))
-        await self._broadcast_copy(Version.parse(newest.version), group, tensors)
+        await self._broadcast_copy(newest, group)
 
 
 def _is_behind(state: ServerState, newest: WeightsVersion) -> bool:

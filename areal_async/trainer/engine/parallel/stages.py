@@ -13,7 +13,7 @@ Legend: T tokens of a packed row, W tokens of the widest one in a call, H hidden
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -190,27 +190,27 @@ class StagedModel(nn.Module):
                     work.wait()
                 own.add_(theirs)
 
-    def fetch(self, name: str, parameter: Tensor | None, dtype: torch.dtype, *, to: int) -> Tensor | None:
-        """Return a whole parameter on one rank, None elsewhere. A collective.
+    def fetch(self, name: str, parameter: Tensor | None, dtype: torch.dtype, *, to: Collection[int]) -> Tensor | None:
+        """Return a whole parameter on some ranks, None elsewhere. A collective.
 
         Args:
             parameter: this rank's of that name.
-            to: number of the rank.
+            to: numbers of the ranks.
         """
         owner = self._holders[name][0] % self._dims.sizes[PP]
-        target, place = divmod(to, self._dims.ranks_per_stage)
         whole: Tensor | None = None
         if self._dims.pp_rank == owner:
             assert parameter is not None
             whole = whole_of(parameter, dtype, self._dims.all.device)
-        if owner != target and self._dims.all.rank % self._dims.ranks_per_stage == place:  # in its pipeline
-            if self._dims.pp_rank == owner:
-                assert whole is not None
-                dist.send(whole.contiguous(), group=self.pp_group, group_dst=target)
-            elif self._dims.pp_rank == target:
-                whole = torch.empty(self.shapes[name], dtype=dtype, device=self._dims.all.device)
-                dist.recv(whole, group=self.pp_group, group_src=owner)
-        return whole if self._dims.all.rank == to else None
+        for target, place in (divmod(one, self._dims.ranks_per_stage) for one in sorted(to)):
+            if owner != target and self._dims.all.rank % self._dims.ranks_per_stage == place:  # in its pipeline
+                if self._dims.pp_rank == owner:
+                    assert whole is not None
+                    dist.send(whole.contiguous(), group=self.pp_group, group_dst=target)
+                elif self._dims.pp_rank == target:
+                    whole = torch.empty(self.shapes[name], dtype=dtype, device=self._dims.all.device)
+                    dist.recv(whole, group=self.pp_group, group_src=owner)
+        return whole if self._dims.all.rank in to else None
 
 
 def divide(decoder: Any, num_stages: int) -> list[list[nn.Module]]:

@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from areal_async.errors import PipelineError
+from areal_async.inference.weight_group import num_bytes
 from areal_async.trainer.engine import weights
 from areal_async.trainer.engine.model_folder import ModelFolder
 from areal_async.trainer.engine.parallel import stages
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.engine.weights import num_bytes, witnesses
+from areal_async.trainer.engine.weights import witnesses
 from tests.unit.trainer.living_gradients import Living
 from tests.unit.trainer.models import engine_of, random_rows, save_model
 from tests.unit.trainer.rank_workers import RankWorkers
@@ -238,7 +239,7 @@ def test_what_proves_the_weights_is_hashed_as_served(model: Path, ranks: Ranks, 
 
     hashes = witnesses(tensors)
 
-    engine.write_weights(tensors, tmp_path / "1-0")
+    engine.save_weights(tmp_path / "1-0")
     stored = load_file(tmp_path / "1-0" / "model.safetensors")
     assert hashes == {name: hashlib.sha256(stored[name].view(torch.uint8).numpy()).hexdigest() for name in hashes}
     norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm", "mlp.down_proj")

@@ -28,6 +28,7 @@ from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
 from areal_async.trainer.output.broadcast import Broadcaster
 from areal_async.trainer.output.publisher import WeightsPublisher
 from areal_async.trainer.output.served import ServedWeights, sends_adapter
+from areal_async.trainer.output.version_writer import VersionWriter
 from tests.brokers import OpenRole
 from tests.unit.trainer.models import engine_of
 from tests.unit.trainer.receivers import DEADLINE_S, Receiver, are_equal, state_of
@@ -60,11 +61,16 @@ async def publishing(
     )
     lineage = await Lineage.take(bus)
     broadcaster = Broadcaster(prefix=f"test-{lineage.number}", address="127.0.0.1", backend=GLOO, deadline_s=DEADLINE_S)
+    weights = ServedWeights(
+        engine,
+        bucket_bytes=settings.bucket_bytes,
+        is_adapter=sends_adapter,
+        is_broadcast=weight_transfer == "distributed",
+    )
     async with anyio.create_task_group() as tasks:
         yield WeightsPublisher(
             settings=settings,
-            directory=directory / "weights",
-            weights=ServedWeights(engine, bucket_bytes=settings.bucket_bytes, is_adapter=sends_adapter),
+            versions=VersionWriter(weights, directory / "weights", engine.dims.all),
             thread=EngineThread(torch.device("cpu")),
             writing=BackgroundJob(tasks),
             copying=BackgroundJob(tasks),
@@ -205,13 +211,14 @@ async def test_a_copy_that_is_done_after_its_version_was_superseded_is_not_annou
     member = Server(node, "0-0")
     await member.say()
     async with publishing(bus, tmp_path, engine, weight_transfer="distributed", disk_every=2) as publisher:
-        write, may_write = publisher.weights.write, threading.Event()
+        weights, may_write = publisher.versions.weights, threading.Event()
+        write = weights.write
 
-        def write_late(tensors: dict[str, Tensor], version: Version, directory: Path) -> WeightsVersion:
+        def write_late(tensors: dict[str, Tensor], version: Version, directory: Path, ranks: Ranks) -> WeightsVersion:
             assert version.step == 1 or may_write.wait(DEADLINE_S)
-            return write(tensors, version, directory)
+            return write(tensors, version, directory, ranks)
 
-        publisher.weights.write = write_late  # type: ignore[method-assign]
+        weights.write = write_late  # type: ignore[method-assign]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(member.run)
             for step in (1, 2, 3):
