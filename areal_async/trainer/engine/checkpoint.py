@@ -83,14 +83,16 @@ class CheckpointWriter:
 def _copies_of(shards: Mapping[str, Tensor], *, is_pinned: bool) -> dict[str, Tensor]:
     """Return uninitialised tensors like these in host memory, cut from one buffer, for the life of the process.
 
-    torch's allocator of pinned memory rounds each size up to a power of two, which would take up to twice as much.
+    torch's allocator of pinned memory rounds each size up to a power of two, which would take up to twice as much. Each
+    has a storage of its own size: DCP clones what is part of a larger one, and keeps all clones until it has written
+    the last.
     """
     sizes = [-(-shard.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for shard in shards.values()]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8)
     if is_pinned:
         pin_memory(buffer.data_ptr(), buffer.nbytes)
     return {
-        name: part[: shard.nbytes].view(shard.dtype).view(shard.shape)
+        name: torch.from_numpy(part[: shard.nbytes].numpy()).view(shard.dtype).view(shard.shape)
         for (name, shard), part in zip(shards.items(), buffer.split(sizes), strict=True)
     }
 

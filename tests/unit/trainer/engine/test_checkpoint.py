@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from areal_async.errors import PipelineError
-from areal_async.trainer.engine.checkpoint import ACTOR, TrainState, load
+from areal_async.trainer.engine.checkpoint import ACTOR, CheckpointWriter, TrainState, load
 from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
+from tests.unit.trainer.counted_memory import count
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows, save_model
 
 LEDGER = b'{"trained": ["0-1-0"]}\x00\xff'
@@ -66,6 +67,23 @@ def test_a_checkpoint_made_or_loaded_after_an_inference_pass_is_whole(
 
     assert resumed.train_step(rows, step=2, total_steps=2) == trained.train_step(rows, step=2, total_steps=2)
     assert parameters_differ(resumed, trained) == 0
+
+
+@pytest.mark.parametrize("is_staged", [True, False])
+def test_writing_a_checkpoint_copies_no_tensor(is_staged: bool, ranks: Ranks, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "source", num_layers=8, vocab_size=2000)
+    engines = Engines(actor=engine_of(model, ranks))
+    engines.save_checkpoint(tmp_path / "1-0", LEDGER)
+    writer = CheckpointWriter(ranks)
+    writer.stage(engines.trained)
+
+    def save() -> None:
+        writer.write(tmp_path / "1-1", LEDGER) if is_staged else engines.save_checkpoint(tmp_path / "1-1", LEDGER)
+
+    _, counted = count(save)
+
+    assert counted.peak < 2000 * 32 * 4, "the embedding, of which three are written, and all layers"
+    assert engines.load_checkpoint(tmp_path / "1-1") == LEDGER
 
 
 def test_a_checkpoint_that_was_not_finished_is_not_there(
