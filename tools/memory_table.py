@@ -39,6 +39,8 @@ class DecoderShape(NamedTuple):
             num_layers=self.layers,
             hidden=self.hidden,
             kv_width=kv_width,
+            intermediate=self.intermediate,
+            is_tied=self.is_tied,
             vocab=self.vocab,
             context=32768,
         )

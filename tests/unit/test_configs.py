@@ -24,9 +24,25 @@ WORKFLOWS = sorted(
 )
 NUM_GPUS = 8
 QWEN_1B5 = ModelSize(
-    num_parameters=1_543_714_304, num_layers=28, hidden=1536, kv_width=256, vocab=151_936, context=32_768
+    num_parameters=1_543_714_304,
+    num_layers=28,
+    hidden=1536,
+    kv_width=256,
+    intermediate=8960,
+    is_tied=True,
+    vocab=151_936,
+    context=32_768,
 )
-QWEN_0B5 = ModelSize(num_parameters=494_032_768, num_layers=24, hidden=896, kv_width=128, vocab=151_936, context=32_768)
+QWEN_0B5 = ModelSize(
+    num_parameters=494_032_768,
+    num_layers=24,
+    hidden=896,
+    kv_width=128,
+    intermediate=4864,
+    is_tied=True,
+    vocab=151_936,
+    context=32_768,
+)
 """Qwen2.5-0.5B-Instruct, as above."""
 
 

@@ -23,13 +23,17 @@ STATE_BYTES = 16
 """Per parameter: itself, its gradient and AdamW's two moments, all float32 and shared by the ranks."""
 COPIED_BYTES = 12
 """Per parameter, of what a checkpoint is written from: itself and both moments."""
-ACTIVATION_BYTES = 17
-"""Per token, hidden unit and byte of a number, kept for a layer's backward pass where attention keeps no scores.
-
-Source: Korthikanti et al. 2022, arXiv 2205.05198, eq. 1: 34 s b h bytes a layer at two bytes a number, without the
-term 5 a s / h of attention's scores, which fused kernels do not keep.
-"""
-HEAD_COPIES = 4
+NORM_NUMBERS = {"float32": 6, "bfloat16": 8}
+"""Per token and hidden unit, what a layer's two norms keep for the backward pass: input, normed and scaled; the input
+in float32, which is a copy in bfloat16."""
+MIXED_NUMBERS = 3
+"""The same of a layer's attention: queries and what was attended, before and after its places are put in order. Keys
+and values are kept too, and no scores."""
+GATED_NUMBERS = 4
+"""Per token and unit of the gated layer after attention."""
+FILE_BYTES = 512 << 20
+"""Of a file of weights at most (``trainer.engine.model_folder``); a rank holds whole ones."""
+HEAD_COPIES = 5
 """Chunks of float32 logits that are there at once in the backward pass of the head."""
 HEAD_CHUNK_BYTES = 1 << 30
 """Of a chunk's float32 logits at most (``trainer.engine.model``); a row of fewer tokens has fewer."""
@@ -48,7 +52,11 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     hidden: int
     kv_width: int
     """Numbers of keys, and as many of values, that one token leaves in one layer."""
+    intermediate: int
+    """Width of the layer after attention."""
     vocab: int
+    is_tied: bool
+    """Whether the head is the embedding."""
     context: int
     """Most tokens that it was made for."""
 
@@ -69,7 +77,9 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
                 num_layers=config["num_hidden_layers"],
                 hidden=config["hidden_size"],
                 kv_width=width * (config.get("num_key_value_heads") or heads),
+                intermediate=config.get("intermediate_size") or 4 * config["hidden_size"],
                 vocab=config["vocab_size"],
+                is_tied=config.get("tie_word_embeddings", True),
                 context=config.get("max_position_embeddings", 0),
             )
         except (KeyError, TypeError) as exc:
@@ -81,40 +91,68 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
 
     def trainer_parts(self, trainer: TrainerSettings, *, dtype: str, offloads: bool = False) -> dict[str, float]:
         """Return what ``trainer_bytes`` is made of: bytes by what they hold."""
-        number = NUM_BYTES[dtype]
+        number, reduced = NUM_BYTES[dtype], NUM_BYTES[trainer.reduce_dtype]
         model_ranks = trainer.tensor_parallel * trainer.pipeline_parallel
         num_shards = trainer.num_ranks // trainer.replicas
         # Adapters are a small part of what they are trained over, and within the margin.
         state = (number if trainer.lora.is_on else STATE_BYTES) * self.num_parameters / num_shards
         embedding = self.vocab * self.hidden
-        layer = max(self.num_parameters - embedding, 0) / max(self.num_layers, 1)
-        # Two layers are whole at once, the one that computes and the next, and the embedding all the time.
-        gathered = (2 * layer + embedding) * number / model_ranks if num_shards > model_ranks or offloads else 0
-        # One row's gradients: those of the embedding and the head from first to last, those of one layer, and the copy
-        # of either that is on its way to the ranks.
-        flowing = (layer + embedding) * number + max(layer, embedding) * NUM_BYTES[trainer.reduce_dtype]
-        flowing = 0 if trainer.lora.is_on else flowing / model_ranks
-        per_layer = ACTIVATION_BYTES * number * self.hidden * trainer.token_budget / trainer.tensor_parallel
+        words = embedding if self.is_tied else 2 * embedding
+        layer = max(self.num_parameters - words, 0) / max(self.num_layers, 1)
+        # Two layers are whole at once, the one that computes and the next, and the words all the time.
+        gathered = (2 * layer + words) * number / model_ranks if num_shards > model_ranks or offloads else 0
+        parts = {"state": 0 if offloads else state, "gathered": gathered}
+        head, last = self._gradient_bytes(number, reduced, layer=layer)
+        if trainer.lora.is_on:
+            head = last = 0
+        at_head = {
+            "gradients of a row": head / model_ranks,
+            "activations": self._activation_bytes(trainer, dtype),
+            "logits": self._logits_bytes(trainer, number),
+        }
+        at_end = {"gradients of a row": last / model_ranks, "activations": 0, "logits": 0}
+        # A row's backward pass begins with all its activations, and ends with the gradient of the embedding.
+        return parts | max(at_head, at_end, key=lambda moment: sum(moment.values()))
+
+    def _gradient_bytes(self, number: int, reduced: int, *, layer: float) -> tuple[float, float]:
+        """Return what one row's gradients take, beside shards, when the head's is made, and when the last one is."""
+        embedding = self.vocab * self.hidden
+        if self.is_tied:  # the head's, the embedding's and their sum; or that and the copy that goes to the ranks
+            words = max(3 * number, number + reduced) * embedding
+        else:
+            words = 2 * (number + reduced) * embedding
+        return embedding * number, words + layer * reduced
+
+    def _activation_bytes(self, trainer: TrainerSettings, dtype: str) -> float:
+        number, tokens = NUM_BYTES[dtype], trainer.token_budget
+        divided = MIXED_NUMBERS * self.hidden + 2 * self.kv_width + GATED_NUMBERS * self.intermediate
+        per_layer = number * tokens * (NORM_NUMBERS[dtype] * self.hidden + divided / trainer.tensor_parallel)
         num_layers = self.num_layers / trainer.pipeline_parallel
-        kept = number * self.hidden * trainer.token_budget
-        activations = kept * num_layers + per_layer if trainer.activation_checkpointing else per_layer * num_layers
+        if trainer.activation_checkpointing:
+            return number * tokens * self.hidden * num_layers + per_layer
+        return per_layer * num_layers
+
+    def _logits_bytes(self, trainer: TrainerSettings, number: int) -> float:
         logits = 4 * trainer.token_budget * self.vocab / trainer.tensor_parallel
         head = HEAD_COPIES * min(logits, HEAD_CHUNK_BYTES)
         if logits > HEAD_CHUNK_BYTES and number < 4 and not trainer.lora.is_on:
-            head += 4 * embedding / trainer.tensor_parallel  # chunks add the head's gradient up in float32
-        return {
-            "state": 0 if offloads else state,
-            "gathered": gathered,
-            "gradients of a row": flowing,
-            "activations": activations,
-            "logits": head,
-        }
+            # Chunks add the head's gradient up in float32.
+            head += 4 * self.vocab * self.hidden / trainer.tensor_parallel
+        return head
 
     def copies_bytes(self, trainer: TrainerSettings) -> int:
         """Return what a rank's copies for checkpoints take of the host's memory, beside what is trained."""
         if not trainer.async_checkpoints or trainer.lora.is_on:  # adapters are within the margin
             return 0
         return int(COPIED_BYTES * self.num_parameters * trainer.replicas / trainer.num_ranks)
+
+    def version_bytes(self, trainer: TrainerSettings, *, dtype: str) -> int:
+        """Return what the rank with most of it holds of a version, beside what is trained: whole files."""
+        if trainer.lora.is_on and trainer.lora.transfer != "merged":  # adapters are within the margin
+            return 0
+        total = self.weights_bytes(dtype=dtype)
+        num_files = -(-total // FILE_BYTES)
+        return total * -(-num_files // trainer.num_ranks) // num_files
 
     def frozen_bytes(self, trainer: TrainerSettings, *, dtype: str) -> int:
         """Return what a rank of a reference takes, which is never trained."""
@@ -138,11 +176,29 @@ def check_memory(settings: Settings, machine: Machine, sizes: dict[str, ModelSiz
     rank_bytes = bytes_of_rank(settings, sizes, offloads=bool(machine.gpus) and settings.trainer.cpu_offload)
     if machine.gpus:
         yield from _on_gpus(settings, machine.gpus, sizes["actor"], rank_bytes)
+        if machine.memory_bytes is not None:
+            yield _beside_gpus(settings, machine.memory_bytes, len(machine.gpus), sizes)
     elif machine.memory_bytes is not None:
-        copies = sizes["actor"].copies_bytes(settings.trainer)
-        if "critic" in sizes:
-            copies += sizes["critic"].copies_bytes(_of_critic(settings.trainer))
-        yield _on_host(settings, machine.memory_bytes, sizes["actor"], rank_bytes + copies)
+        yield _on_host(settings, machine.memory_bytes, sizes["actor"], rank_bytes + _beside_bytes(settings, sizes))
+
+
+def _beside_bytes(settings: Settings, sizes: dict[str, ModelSize]) -> int:
+    """Return what a rank has in the host's memory of what it trains, to be written."""
+    copies = sizes["actor"].copies_bytes(settings.trainer)
+    if "critic" in sizes:
+        copies += sizes["critic"].copies_bytes(_of_critic(settings.trainer))
+    version = sizes["actor"].version_bytes(settings.trainer, dtype=settings.model.dtype)
+    # One is written, the next is there already.
+    return copies + version * (2 if settings.inference.weight_transfer == "distributed" else 1)
+
+
+def _beside_gpus(settings: Settings, memory_bytes: int, num_gpus: int, sizes: dict[str, ModelSize]) -> PreflightFinding:
+    rank_bytes = PROCESS_BYTES + _beside_bytes(settings, sizes)
+    if settings.trainer.cpu_offload:
+        rank_bytes += bytes_of_rank(settings, sizes, offloads=False) - bytes_of_rank(settings, sizes, offloads=True)
+    num_ranks = min(settings.trainer.num_ranks, num_gpus)
+    check = f"host memory of {num_ranks} ranks with GPUs"
+    return _judge(check, num_ranks * rank_bytes, memory_bytes, where="this host", cure="raise trainer.num_ranks")
 
 
 def bytes_of_rank(settings: Settings, sizes: dict[str, ModelSize], *, offloads: bool) -> int:

@@ -194,7 +194,9 @@ async def test_a_broker_that_another_host_does_not_reach_is_told_with_why() -> N
 def test_a_disk_that_cannot_hold_the_checkpoints_is_an_error(tmp_path: Path) -> None:
     """Twelve bytes a parameter, for each that is kept and the one being written."""
     settings = Settings(run=RunSettings(directory=tmp_path), trainer=TrainerSettings(keep_checkpoints=9))
-    vast = ModelSize(num_parameters=10**13, num_layers=1, hidden=1, kv_width=1, vocab=1, context=1)
+    vast = ModelSize(
+        num_parameters=10**13, num_layers=1, hidden=1, kv_width=1, intermediate=1, is_tied=True, vocab=1, context=1
+    )
     (finding,) = check_disk(settings, {"actor": vast})
     assert finding.level is Level.ERROR
     assert "checkpoints 1200000.0 GB" in finding.saw
