@@ -5,8 +5,13 @@ from typing import Any
 
 import pytest
 
+from areal_async.config.settings import Settings
 from areal_async.doctor.preflight.memory import STATE_BYTES, ModelSize
+from areal_async.trainer.engine.checkpoint import CheckpointWriter, tensors_of
+from areal_async.trainer.engine.engines import Engines
+from areal_async.trainer.engine.parallel.dims import local_shard
 from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.output.served import ServedWeights
 from tests.unit.trainer.rank_workers import RankWorkers
 from tools.measure_memory import LOAD, host_parts, make_model, measure, settings_of
 
@@ -33,14 +38,26 @@ def test_a_rank_takes_what_is_estimated(dtype: str, ranks: Ranks, models: dict[s
 
 
 def test_each_of_two_ranks_keeps_what_is_estimated(two_ranks: RankWorkers, models: dict[str, Path]) -> None:
-    """Between two steps: what is there in one depends on when gloo's threads let go of what they have gathered."""
+    """Storages that stay: what else is there in a step depends on when gloo's threads let go of it."""
     name = "most of it state"
-    by_rank = two_ranks.run(_measured, {name: models[name]}, "float32")
+    settings = _settings(models[name], name, 2, "float32")
 
-    parts = host_parts(ModelSize.read(models[name]), _settings(models[name], name, 2, "float32"))
-    without_gradients = parts["state"] * (1 - 4 / STATE_BYTES) + parts["copies"]
-    for phases in (one[name] for one in by_rank):
-        assert phases["checkpoint"] == pytest.approx(without_gradients, rel=0.1)
+    by_rank = two_ranks.run(_kept, settings)
+
+    parts = host_parts(ModelSize.read(models[name]), settings)
+    assert max(trained for trained, _, _ in by_rank) == pytest.approx(parts["state"] * 12 / STATE_BYTES, rel=0.01)
+    assert max(copied for _, copied, _ in by_rank) == pytest.approx(parts["copies"], rel=0.01)
+    assert max(version for _, _, version in by_rank) == parts["version"]
+
+
+def _kept(ranks: Ranks, settings: Settings) -> tuple[int, int, int]:
+    """Return the bytes of what is trained, of its copies, and of a version's part."""
+    engines, writer = Engines.for_run(settings, ranks), CheckpointWriter(ranks)
+    writer.stage(engines.trained)
+    trained = [local_shard(one) for one in tensors_of(engines.trained).values()]
+    version = ServedWeights(engines.actor, bucket_bytes=1 << 20).gather()
+    every = (trained, writer._copies.values(), version.values())
+    return tuple(sum(one.nbytes for one in tensors) for tensors in every)  # type: ignore[return-value]
 
 
 def _measured(ranks: Ranks, models: dict[str, Path], dtype: str) -> dict[str, dict[str, int]]:
