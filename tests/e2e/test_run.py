@@ -282,15 +282,16 @@ def test_broadcast_weights_are_on_policy_with_a_critic_and_a_reference_and_a_kil
         inference__bucket_bytes=300_000,
         **settings,
     )
-    run.faults = (
-        "trainer.before_step:4:stop"  # with the other server alone it may be through before this one is up again
-    )
+    run.faults = "trainer.before_step:4:stop"
     with run.start(workflow="workflows/countdown.py") as process:
         run.wait_for_fault("trainer.before_step", process)
         os.killpg(events(run, "node-0", "server.started")[0]["pid"], signal.SIGKILL)
+        # With the other server alone it may be through before this one is up again.
+        assert said_by("pause", run.directory).returncode == 0
+        continue_trainers(run)
         wait_until(lambda: len(events(run, "node-0", "server.started")) == 3, "the killed server to come back")
         wait_until(lambda: [one["is_fenced"] for one in _servers(run)] == [False] * 2, "it to have weights again")
-        continue_trainers(run)
+        assert said_by("resume", run.directory).returncode == 0
         ended = collect(process)
 
     assert ended.returncode == 0, ended.stdout
