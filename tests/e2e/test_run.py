@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from areal_async.cli.main import main
+from areal_async.process import stacks
 from areal_async.process.failpoints import FIRED, SPECIFICATION
 from areal_async.process.json_lines import read_json_lines
 from tests.quiet import logging_as_before
@@ -171,6 +172,36 @@ def continue_trainers(run: Run) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
+def kill_a_rank_in_mid_collective(run: Run) -> str:
+    """Kill the one of two ranks that a fault stops before its step, once the other waits for it in a collective.
+
+    Returns the name of the killed one; both are gone when the next ones start.
+    """
+    pids = {int(environment_of(pid)["RANK"]): pid for pid in role_processes(run, "trainer")}
+    wait_until(lambda: any(is_stopped(pid) for pid in pids.values()), "a rank to stop")
+    (stopped,) = (rank for rank, pid in pids.items() if is_stopped(pid))
+    waiting = 1 - stopped
+    written = stacks.path_for(run.directory, f"trainer-{waiting}")
+
+    def is_in_collective() -> bool:
+        stacks.ask(pids[waiting])
+        threads = written.read_text().split("\n\n")
+        return any("in train_step" in thread and "distributed_c10d.py" in thread for thread in threads)
+
+    wait_until(is_in_collective, f"rank {waiting} to wait for rank {stopped} in a collective")
+    os.kill(pids[stopped], signal.SIGKILL)
+    return f"trainer-{stopped}"
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+
+
 def assert_accounts(run: Run, *, num_steps: int, max_staleness: int) -> None:
     """Every step once, nothing trained twice, nothing too old."""
     assert [line["step"] for line in run.lines] == list(range(1, num_steps + 1))
@@ -234,19 +265,28 @@ def assert_one_is_given_up(run: Run, *, by_rank: int) -> None:
 def test_two_ranks_give_up_a_poisonous_group_outlive_one_of_them_stop_at_a_signal_resume_and_finish(
     tmp_path: Path,
 ) -> None:
-    """A rank raises, then one is killed at its third step: both are started again each time."""
+    """A rank raises, then one is killed in mid collective: both are started again each time, from the checkpoint.
+
+    Its peer does not wait for the collective's own deadline, ten minutes and more: this test would have ended before.
+    """
     run = Run(
         tmp_path, "two-ranks", run__steps=11, trainer__num_ranks=2, algorithm__calls=poisonous_call(tmp_path, rank=1)
     )
-    run.faults = "trainer.before_step:3:kill trainer.before_step:4:stop"  # each in one rank, whichever comes first
+    run.faults = "trainer.before_step:3:stop trainer.before_step:4:stop"  # each in one rank, whichever comes first
     with run.start() as process:
+        run.wait_for_fault("trainer.before_step-3", process)
+        killed = kill_a_rank_in_mid_collective(run)
         run.wait_for_fault("trainer.before_step-4", process)  # in either rank: the other one waits for it
         process.send_signal(signal.SIGINT)
         continue_trainers(run)
         stopped = collect(process)
     assert stopped.returncode == 0, stopped.stdout
     assert stopped.stdout.count("starting trainer again") == 2, stopped.stdout
-    assert len(re.findall(r"trainer-[01] ended by SIGKILL", stopped.stdout)) == 1, stopped.stdout
+    assert re.findall(r"(trainer-[01]) ended by SIGKILL", stopped.stdout) == [killed], stopped.stdout
+    raised, by_signal = events(run, "launcher", "process.died")
+    assert (raised["process"], by_signal["process"], by_signal["status"]) == ("trainer-1", killed, -signal.SIGKILL)
+    started, again, restored = events(run, "trainer-0", "trainer.restored")
+    assert (started["step"], again["step"], restored["step"]) == (0, 0, 2)
     assert 3 <= len(run.lines) < 11, "it was to stop in the middle"
     assert not role_processes(run, "trainer")
 
