@@ -28,6 +28,9 @@ from tests.quiet import logging_as_before
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0
+CREW_GONE_S = 60.0
+"""A crew is gone within 10 s of a rank's death, 2 of them for the others' last words; the rest is for a busy machine.
+What it would take without its launcher is the deadline of a collective, 14 minutes."""
 NUM_BROADCAST = 12
 CRITIC_METRICS = ("value_loss", "explained_variance", "kl_mean")
 
@@ -146,11 +149,11 @@ def said(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.CompletedProcess(words, status, output.getvalue(), errors.getvalue())
 
 
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    ends_at = time.monotonic() + DEADLINE_S
+def wait_until(is_so: Callable[[], bool], what: str, *, within_s: float = DEADLINE_S) -> None:
+    ends_at = time.monotonic() + within_s
     while not is_so():
         if time.monotonic() > ends_at:
-            pytest.fail(f"not within {DEADLINE_S:g} s: {what}")
+            pytest.fail(f"not within {within_s:g} s: {what}")
         time.sleep(0.1)
 
 
@@ -175,7 +178,8 @@ def continue_trainers(run: Run) -> None:
 def kill_a_rank_in_mid_collective(run: Run) -> str:
     """Kill the one of two ranks that a fault stops before its step, once the other waits for it in a collective.
 
-    Returns the name of the killed one; both are gone when the next ones start.
+    The other hears nothing of it, as with nccl: it is stopped before, and so its launcher's to end. Returns the name of
+    the killed one, when both are gone.
     """
     pids = {int(environment_of(pid)["RANK"]): pid for pid in role_processes(run, "trainer")}
     wait_until(lambda: any(is_stopped(pid) for pid in pids.values()), "a rank to stop")
@@ -189,7 +193,11 @@ def kill_a_rank_in_mid_collective(run: Run) -> str:
         return any("in train_step" in thread and "distributed_c10d.py" in thread for thread in threads)
 
     wait_until(is_in_collective, f"rank {waiting} to wait for rank {stopped} in a collective")
+    os.kill(pids[waiting], signal.SIGSTOP)
     os.kill(pids[stopped], signal.SIGKILL)
+    wait_until(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()), "all ranks to go", within_s=CREW_GONE_S
+    )
     return f"trainer-{stopped}"
 
 
@@ -265,10 +273,7 @@ def assert_one_is_given_up(run: Run, *, by_rank: int) -> None:
 def test_two_ranks_give_up_a_poisonous_group_outlive_one_of_them_stop_at_a_signal_resume_and_finish(
     tmp_path: Path,
 ) -> None:
-    """A rank raises, then one is killed in mid collective: both are started again each time, from the checkpoint.
-
-    Its peer does not wait for the collective's own deadline, ten minutes and more: this test would have ended before.
-    """
+    """A rank raises, then one is killed in mid collective: both are started again each time, from the checkpoint."""
     run = Run(
         tmp_path, "two-ranks", run__steps=11, trainer__num_ranks=2, algorithm__calls=poisonous_call(tmp_path, rank=1)
     )
@@ -285,8 +290,9 @@ def test_two_ranks_give_up_a_poisonous_group_outlive_one_of_them_stop_at_a_signa
     assert re.findall(r"(trainer-[01]) ended by SIGKILL", stopped.stdout) == [killed], stopped.stdout
     raised, by_signal = events(run, "launcher", "process.died")
     assert (raised["process"], by_signal["process"], by_signal["status"]) == ("trainer-1", killed, -signal.SIGKILL)
-    started, again, restored = events(run, "trainer-0", "trainer.restored")
-    assert (started["step"], again["step"], restored["step"]) == (0, 0, 2)
+    started, again, restored = (one["step"] for one in events(run, "trainer-0", "trainer.restored"))
+    assert (started, again) == (0, 0)
+    assert restored in (1, 2)  # the second may not have been written yet
     assert 3 <= len(run.lines) < 11, "it was to stop in the middle"
     assert not role_processes(run, "trainer")
 
