@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# What is imported is compiled then, once; most of what is installed never is.
+# What is imported is compiled then, once; most of what is installed never is. Some images set the variable: each
+# process would compile torch anew, which takes longer than to import it.
+export PYTHONDONTWRITEBYTECODE :=
 INSTALL := -m pip --disable-pip-version-check --quiet --no-input install --no-compile
 CONSTRAINTS := tools/constraints.txt
 
