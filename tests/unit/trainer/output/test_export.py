@@ -12,11 +12,11 @@ from areal_async.cli.export import write_best
 from areal_async.cli.main import main
 from areal_async.config.settings import ModelSettings, Settings
 from areal_async.errors import UserError
+from areal_async.inference.weight_group import num_bytes
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.trainer.engine.checkpoint import STATE
 from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.inference.weight_group import num_bytes
 from areal_async.trainer.output.export import export_policy
 from tests.unit.trainer.counted_memory import count
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows, save_model
