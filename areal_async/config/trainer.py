@@ -69,6 +69,9 @@ class EngineSettings(Section):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time. Every configuration for GPUs
     that comes along has it on; off is for models that leave room, as small ones on a CPU do."""
+    compile: bool = False
+    """Have torch compile each layer, forward and backward, as it first runs: fewer and larger kernels between the
+    matrices and attention. It needs a compiler (g++), and on a GPU triton; not with ``tensor_parallel``."""
     cpu_offload: bool = False
     """Keep parameters, gradients and AdamW's averages in the host's memory, and update them there: far less of the
     GPU's, and more time: AdamW then runs in ``num_threads`` threads. Where there is no GPU it changes nothing."""
@@ -126,6 +129,11 @@ class TrainerSettings(EngineSettings):
                     f"num_ranks: got {self.num_ranks} with {role}pipeline_parallel={layout.pipeline_parallel}, "
                     f"{role}tensor_parallel={layout.tensor_parallel}, {role}replicas={layout.replicas}, "
                     f"need a multiple of {whole}; raise it, or lower one of these"
+                )
+            if self.compile and layout.tensor_parallel > 1:
+                raise ValueError(
+                    f"compile: got true with {role}tensor_parallel={layout.tensor_parallel}, need one of the two: its "
+                    f"ranks meet inside of each layer; set compile to false, or {role}tensor_parallel to 1"
                 )
         return self
 

@@ -33,6 +33,14 @@ def test_a_layout_that_does_not_divide_the_ranks_is_refused(given: dict[str, obj
         TrainerSettings.model_validate({"num_ranks": 6, **given})
 
 
+@pytest.mark.parametrize("given", [{"tensor_parallel": 2}, {"critic": {"tensor_parallel": 2}}])
+def test_parts_that_speak_inside_of_a_layer_are_not_compiled(given: dict[str, object]) -> None:
+    with pytest.raises(
+        ValidationError, match=r"compile: got true with (critic\.)?tensor_parallel=2, need one of the two"
+    ):
+        TrainerSettings.model_validate({"num_ranks": 2, "compile": True, **given})
+
+
 def test_a_fine_tuning_has_layouts_too() -> None:
     engine = SftTrainerSettings(num_ranks=4, tensor_parallel=2, reduce_dtype="bfloat16").engine
 

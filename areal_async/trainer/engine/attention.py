@@ -155,6 +155,7 @@ _spread: Callable[[Tensor, DocumentBatches], Tensor] = _ScatterToBatches.apply
 _collect: Callable[[Tensor, DocumentBatches], Tensor] = _Collect.apply
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -168,6 +169,8 @@ def packed_attention(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Attend within each document of one packed row, in half precision on a GPU by flash attention's kernel.
+
+    Never part of a compiled graph, which would be one for these lengths and this layer alone.
 
     Shapes: query [1, H, T, D], key and value [1, K, T, D] with K dividing H; returns [1, T, H, D].
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from areal_async.config.settings import TrainerSettings
 from areal_async.errors import UserError
 from areal_async.trainer.engine.attention import Documents, check_attention
+from areal_async.trainer.engine.compiled import check_compiler, compile_layers
 from areal_async.trainer.engine.head import weight_of_chunks
 from areal_async.trainer.engine.loading import CAUSAL_LM, CLASSIFIER, StoredWeights, empty_decoder, materialize
 from areal_async.trainer.engine.lora import adapt, adapters
@@ -198,6 +199,8 @@ def _laid_out(
     wrap: Callable[[nn.Module], M],
 ) -> M | StagedModel:
     """Return the model, whole or in stages, sharded; what its parameters are is still to be said."""
+    if trainer.compile:
+        check_compiler(dims.all.device)
     if dims.sizes[PP] == 1:
         model = wrap(decoder)
         _shard(model, decoder, dims, trainer, dtype)
@@ -212,6 +215,8 @@ def _shard(whole: nn.Module, decoder: Any, dims: ParallelDims, trainer: TrainerS
     if dims.tp_mesh is not None:
         divide_decoder(decoder, dims.tp_mesh)
     layers = [layer for layer in decoder.base_model.layers if not isinstance(layer, Skipped)]
+    if trainer.compile:
+        compile_layers(layers)
     if trainer.activation_checkpointing and any(one.requires_grad for one in whole.parameters()):
         for layer in layers:
             # The forward alone, so that FSDP's hooks around it do not run again in the backward pass.

@@ -27,8 +27,8 @@ MAY_CHANGE = {
         aggregation_constant kl_coef kl_estimator entropy_coef gae_lambda value_clip num_minibatches""",
     "trainer": """num_ranks engine pipeline_parallel pipeline_schedule pipeline_stages_per_rank tensor_parallel replicas
         lr warmup_steps schedule weight_decay betas eps max_grad_norm token_budget checkpoint_every_steps
-        keep_checkpoints keep_every_steps keep_best async_checkpoints num_threads activation_checkpointing cpu_offload
-        reduce_dtype max_restarts lora.transfer""",
+        keep_checkpoints keep_every_steps keep_best async_checkpoints num_threads activation_checkpointing compile
+        cpu_offload reduce_dtype max_restarts lora.transfer""",
     "trainer.critic": "pipeline_parallel tensor_parallel replicas lr warmup_steps max_grad_norm",
     "trainer.reference": "pipeline_parallel tensor_parallel replicas",
     "metrics": """tensorboard wandb_project prometheus prometheus_host traces traces_ratio traces_texts
