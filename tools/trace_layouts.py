@@ -125,9 +125,7 @@ def _peerless_ranks(rank: int, size: int) -> Iterator[Ranks]:
 def trace_step(settings: Settings, rank: int) -> list[CollectiveCall]:
     """Return the collectives of a whole training step of one rank, in order."""
     # One thread for all of them, as on a GPU, where one order of all calls matters.
-    threads = EngineThreads(
-        engine=EngineThread(torch.device("cpu")), of_actor=frozenset({"", "actor", "critic", "reference"})
-    )
+    threads = EngineThreads(engine=EngineThread(torch.device("cpu")), has_one=True)
     log = CollectiveLog()
 
     async def step() -> None:

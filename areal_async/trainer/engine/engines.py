@@ -120,27 +120,33 @@ def shares_base(settings: Settings) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineThreads:
-    """The threads in which the calls of a step run: one for each role on a CPU, the engine's for all on a GPU.
+    """The threads in which the calls of a step run: one for each role on a CPU, the engine's for all elsewhere.
 
-    There one stream does the work of all models anyway, and NCCL wants the collectives of different groups in one
-    order on every rank too.
+    On a GPU one stream does the work of all models anyway, and NCCL wants the collectives of different groups in one
+    order on every rank too. Where layers are compiled it is torch: what it traces with is the process's.
     """
 
     engine: EngineThread
     """Thread of the policy, and of everything that is not in a step."""
+    has_one: bool = False
+    """Whether the calls of all roles run in it."""
     of_actor: frozenset[str] = frozenset({"actor"})
     """Roles whose calls the policy's own engine answers, in its thread."""
     others: dict[str, EngineThread] = field(default_factory=dict)
 
     def name(self, role: str) -> str:
         """Return the name of a role's thread; what computes without a model has one too."""
-        return "actor" if self.engine.device.type != "cpu" or role in self.of_actor else role or "compute"
+        return "actor" if self.has_one or role in self.of_actor else role or "compute"
 
     @classmethod
     def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
         """Return the threads of a rank."""
         shared = frozenset({"actor", "reference"} if shares_base(settings) else {"actor"})
-        return cls(engine=EngineThread(ranks.device), of_actor=shared)
+        return cls(
+            engine=EngineThread(ranks.device),
+            has_one=ranks.device.type != "cpu" or settings.trainer.compile,
+            of_actor=shared,
+        )
 
     async def run(self, role: str, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, done in the thread of this role."""

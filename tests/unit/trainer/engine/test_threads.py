@@ -6,7 +6,7 @@ import anyio
 import pytest
 import torch
 
-from areal_async.config.settings import Settings
+from areal_async.config.settings import Settings, TrainerSettings
 from areal_async.trainer.engine.engines import EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
@@ -76,3 +76,10 @@ async def test_each_thread_of_a_rank_takes_the_ranks_device(monkeypatch: pytest.
 
     assert len(set(used.values())) == 4
     assert taken == dict.fromkeys(used.values(), ranks.device)
+
+
+async def test_compiled_models_are_asked_in_one_thread(ranks: Ranks) -> None:
+    """While torch traces, modules are called its way in every thread of the process."""
+    threads = EngineThreads.for_run(Settings(trainer=TrainerSettings(compile=True)), ranks)
+
+    assert len({await threads.run(role, threading.get_ident) for role in ("actor", "critic", "reference", "")}) == 1
