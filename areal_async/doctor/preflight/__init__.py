@@ -19,7 +19,7 @@ from areal_async.doctor.preflight.machine import Machine, look_at_machine
 from areal_async.doctor.preflight.memory import check_memory
 from areal_async.doctor.preflight.reach import check_hosts
 from areal_async.doctor.preflight.sharing import CHECK, check_sharing
-from areal_async.doctor.preflight.software import check_server_program, check_versions
+from areal_async.doctor.preflight.software import check_compiler, check_server_program, check_versions
 from areal_async.errors import UserError
 from areal_async.launch.backends import BACKENDS
 
@@ -31,6 +31,7 @@ async def look_ahead(settings: Settings) -> AsyncIterator[PreflightFinding]:
     machine = look_at_machine()
     looks: list[Callable[[], Awaitable[Iterable[PreflightFinding]]]] = [
         partial(here, "versions", check_versions, settings),
+        partial(in_thread, "compiler", check_compiler, settings),
         partial(in_thread, "inference", check_server_program, settings),
         partial(check_broker, settings),
         partial(here, "tracker", check_trackers, settings),

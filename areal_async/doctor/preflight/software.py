@@ -44,6 +44,19 @@ def check_server_program(settings: Settings) -> Iterator[PreflightFinding]:
         yield good("inference", f"SGLang {version} in {Path(python)}")
 
 
+def check_compiler(settings: Settings) -> Iterator[PreflightFinding]:
+    """Compile something as the trainer would, where it compiles."""
+    if settings.trainer.compile:
+        # Imported here: they take seconds.
+        import torch
+
+        from areal_async.trainer.engine import compiled
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        compiled.check_compiler(device)
+        yield good("compiler", f"torch {torch.__version__} compiles for this {device.type.upper()}")
+
+
 def _sglang_version(python: str) -> str | None:
     code = "import importlib.metadata as m, json; print(json.dumps(m.version('sglang')))"
     try:

@@ -10,6 +10,9 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
+from areal_async.config.settings import Settings, TrainerSettings
+from areal_async.doctor.preflight.findings import Level, guarded
+from areal_async.doctor.preflight.software import check_compiler
 from areal_async.errors import UserError
 from areal_async.trainer.engine import compiled
 from areal_async.trainer.engine.engines import Engines
@@ -126,6 +129,9 @@ def test_a_host_without_a_compiler_is_refused_when_the_model_is_loaded(
         engine_of(model, ranks, compile=True)
 
     told = str(raised.value)
+    (found,) = guarded("compiler", check_compiler, Settings(trainer=TrainerSettings(compile=True)))
+    assert (found.level, f"{found.saw}; {found.cure}") == (Level.ERROR, told), "doctor says so before"
+    assert guarded("compiler", check_compiler, Settings()) == []
     assert "compile (InvalidCxxCompiler: No working C++ compiler found" in told
     assert told.endswith("install them, or set it to false")
     assert "\n" not in told
