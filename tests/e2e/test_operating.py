@@ -70,6 +70,21 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     assert ended.returncode == 0, ended.stdout
 
 
+def test_what_computes_nothing_does_without_torch_and_the_launcher_without_tables(live: Run) -> None:
+    """To import either takes longer than all that they do before the first step."""
+    (trainer,), (controller,) = role_processes(live, "trainer"), role_processes(live, "controller")
+    launcher = int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{controller}/status").read_text())[0])
+
+    assert _libraries(trainer) == {"libtorch", "libarrow"}
+    assert _libraries(controller) == {"libarrow"}
+    assert _libraries(launcher) == set()
+
+
+def _libraries(pid: int) -> set[str]:
+    """Return those of torch and of pyarrow that a process has loaded."""
+    return set(re.findall(r"/(libtorch|libarrow)\.so", Path(f"/proc/{pid}/maps").read_text()))
+
+
 def test_a_run_is_watched_paused_and_resumed_on_a_screen_of_either_size(live: Run) -> None:
     run = live
     small = Terminal(COLUMNS_80, "--run", str(run.directory), "--by", "ann")
