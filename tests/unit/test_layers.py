@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -42,8 +43,13 @@ def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def _imports(path: Path) -> Iterator[str]:
-    """Yield the dotted name of every module that is imported anywhere in a file, inside functions too."""
+@cache
+def _imports(path: Path) -> tuple[str, ...]:
+    """Return the dotted name of every module that is imported anywhere in a file, inside functions too."""
+    return tuple(_read_imports(path))
+
+
+def _read_imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -60,13 +66,15 @@ def _file_of(module: str) -> Path | None:
     return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
 
 
-IMPORTS = {path: tuple(_imports(path)) for path in SOURCES}
-ARROWS = [
-    (path, other)
-    for path in LIBRARY
-    for name in IMPORTS[path]
-    if name.startswith("areal_async.") and (other := _file_of(name)) is not None
-]
+@cache
+def _arrows() -> list[tuple[Path, Path]]:
+    """Return each of our modules with each one that it imports."""
+    return [
+        (path, other)
+        for path in LIBRARY
+        for name in _imports(path)
+        if name.startswith("areal_async.") and (other := _file_of(name)) is not None
+    ]
 
 
 def _room(path: Path) -> str:
@@ -80,7 +88,7 @@ def test_rooms_import_only_what_lies_below_them() -> None:
 
     upward = [
         f"{_name(path)} imports {_name(other)}"
-        for path, other in ARROWS
+        for path, other in _arrows()
         if "__init__" not in (_room(path), _room(other))
         and _room(path) != _room(other)
         and level[_room(other)] >= level[_room(path)]
@@ -98,7 +106,7 @@ def test_no_folder_imports_in_a_circle() -> None:
             return parts[0] if len(parts) > 1 and parts[1] != "__init__.py" else "."
 
         graph: dict[str, set[str]] = {}
-        for path, other in ARROWS:
+        for path, other in _arrows():
             if folder in path.parents and folder in other.parents and part_of(path) != part_of(other):
                 graph.setdefault(part_of(path), set()).add(part_of(other))
         try:
@@ -121,7 +129,7 @@ def test_clients_stay_home() -> None:
     strangers = [
         f"{_name(path)} imports {name}"
         for path in LIBRARY
-        for name in IMPORTS[path]
+        for name in _imports(path)
         if (homes := ONLY_IN.get(name.split(".")[0])) is not None
         and not {Path(home) for home in homes} & {path.relative_to(PACKAGE), *path.relative_to(PACKAGE).parents}
     ]
@@ -133,7 +141,7 @@ def test_nothing_imports_what_names_it() -> None:
     for path in SOURCES:
         top = path.relative_to(ROOT).parts[0]
         if top != "tools":
-            imported = {name.split(".")[0] for name in IMPORTS[path]} & OURS
+            imported = {name.split(".")[0] for name in _imports(path)} & OURS
             assert imported <= MAY_IMPORT[top] | {top}, _name(path)
 
 
