@@ -232,7 +232,7 @@ async def test_a_group_ends_failed_when_its_stored_message_cannot_be_read(
         (outcome,) = await station.outcomes(1)
         (letter,) = await dead_letters(operator, 1)
 
-        await until_stored(operator, 2)  # the two groups of the cut
+        await until_stored(operator, operator.names.trajectories_stream, 2)  # the two groups of the cut
     assert [group.group_id for group in cut.groups] == ["0-3-0", "0-4-0"]
     assert (outcome.group_id, outcome.kind, outcome.num_failed_attempts) == ("0-0-0", OutcomeKind.FAILED, 1)
     assert outcome.reason.startswith("its stored message 1 cannot be read: ")
@@ -256,9 +256,9 @@ async def test_what_is_kept_of_messages_that_are_none_is_bounded_and_their_numbe
     assert all(letter.reason.startswith("Ticket: ") for letter in letters)
 
 
-async def until_stored(operator: Bus, count: int) -> None:
+async def until_stored(operator: Bus, stream: str, count: int) -> None:
     async def is_so() -> bool:
-        return await stored_in(operator, operator.names.trajectories_stream) == count
+        return await stored_in(operator, stream) == count
 
     await until(is_so)
 
@@ -300,7 +300,7 @@ async def test_a_node_runs_what_an_unreadable_message_does_not_show(
         await delivery.nak()
 
     async with running_node(node, settings):
-        await until_stored(operator, 2)
+        await until_stored(operator, operator.names.trajectories_stream, 2)
 
 
 # the log
@@ -390,7 +390,7 @@ async def test_headers_that_are_none_do_not_stop_the_connection(
     assert node.connection.num_losses == 0
     (letter,) = await dead_letters(operator, 1)
     assert letter.data == GARBAGE
-    assert await stored_in(operator, names.tickets_stream) == 0
+    await until_stored(operator, names.tickets_stream, 0)
 
 
 # evaluation
