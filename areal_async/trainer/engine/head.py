@@ -5,18 +5,25 @@ by percents, where a single use is off by the rounding of its result, 0.2 percen
 rounded once.
 """
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 
-def weight_of_chunks(weight: Tensor, count: int) -> list[Tensor]:
-    """Return the weight as each of ``count`` chunks is to use it, once."""
+def weight_of_chunks(weight: Tensor, count: int) -> Iterator[Tensor]:
+    """Yield the weight as each of ``count`` chunks is to use it, once; to be taken right before it is used.
+
+    autograd runs first what was made last: were all taken before the first use, every chunk's gradient of the whole
+    weight would wait until the last one is there.
+    """
     if weight.dtype == torch.float32 or not weight.requires_grad:
-        return [weight] * count
+        yield from [weight] * count
+        return
     total = _Total(count)
-    return [cast(Tensor, _SummedInFloat32.apply(weight, total)) for _ in range(count)]  # type: ignore[no-untyped-call]
+    for _ in range(count):
+        yield cast(Tensor, _SummedInFloat32.apply(weight, total))  # type: ignore[no-untyped-call]
 
 
 class _Total:
