@@ -16,7 +16,8 @@ async def only_beginnings(url: str) -> AsyncIterator[str]:
     """Yield the address of a relay to the server at ``url``.
 
     Of an answer that is streamed it passes the first events on and holds the others back, however fast the server is:
-    the client is in the midst of it until the server has gone. All else is passed on as it comes.
+    the client is in the midst of it until the server has gone. All else is passed on as it comes, while there is
+    somebody to have it: uvloop lets nobody write to a connection that it has closed.
     """
     where = urlsplit(url)
 
@@ -25,14 +26,14 @@ async def only_beginnings(url: str) -> AsyncIterator[str]:
 
         async def ask() -> None:
             nonlocal is_streamed
-            while piece := await reader.read(1 << 16):
+            while (piece := await reader.read(1 << 16)) and not to_server.is_closing():
                 is_streamed = is_streamed or STREAMED in piece
                 to_server.write(piece)
             tasks.cancel_scope.cancel()
 
         async def answer() -> None:
             num_events = 0
-            while piece := await from_server.read(1 << 16):
+            while (piece := await from_server.read(1 << 16)) and not writer.is_closing():
                 if is_streamed and num_events >= NUM_EVENTS:
                     continue
                 num_events += piece.count(EVENT)
