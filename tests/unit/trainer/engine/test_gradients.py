@@ -13,10 +13,16 @@ from tests.unit.trainer.rank_workers import RankWorkers
 pytestmark = pytest.mark.timeout(300)
 """Processes that import torch take their time on a busy machine."""
 
-LORA = {"lora": {"rank": 4}}
+LORA: dict[str, Any] = {"lora": {"rank": 4}}
+RECOMPUTED = {"activation_checkpointing": True}
 OF_TWO: dict[str, dict[str, Any]] = {
-    "sharded": {}, "critic": {}, "lora": LORA, "copies": {"replicas": 2}, "parts": {"tensor_parallel": 2},
-}  # fmt: skip
+    "sharded": {},
+    "critic": {},
+    "lora": LORA,
+    "recomputed": RECOMPUTED,
+    "copies": {"replicas": 2},
+    "parts": {"tensor_parallel": 2},
+}
 OF_FOUR: dict[str, dict[str, Any]] = {
     "sharded": {},
     "copies": {"replicas": 2},
@@ -27,18 +33,29 @@ OF_FOUR: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a policy whose every parameter four ranks can share evenly."""
+    """Return a policy whose every parameter four ranks can share evenly; its embedding is its head too."""
     return save_model(tmp_path_factory.mktemp("even"), vocab_size=64)
 
 
-def test_one_rank_keeps_its_gradients_once(even: Path, ranks: Ranks) -> None:
-    for seen in train_in_layouts(ranks, even, {"sharded": {}, "critic": {}, "lora": LORA}).values():
-        _hold(seen, ranks_per_copy=1)
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return one with a head of its own."""
+    return save_model(tmp_path_factory.mktemp("untied"), vocab_size=64, tied=False)
 
 
-def test_two_ranks_keep_the_gradients_of_their_shards_after_every_row(even: Path, two_ranks: RankWorkers) -> None:
-    for seen in two_ranks.run(train_in_layouts, even, OF_TWO):
-        for name in ("sharded", "critic", "lora"):
+def test_one_rank_keeps_its_gradients_once(even: Path, untied: Path, ranks: Ranks) -> None:
+    layouts = {"sharded": {}, "critic": {}, "lora": LORA, "recomputed": RECOMPUTED}
+    for model in (even, untied):
+        for seen in train_in_layouts(ranks, model, layouts).values():
+            _hold(seen, ranks_per_copy=1)
+
+
+def test_two_ranks_keep_the_gradients_of_their_shards_after_every_row(
+    even: Path, untied: Path, two_ranks: RankWorkers
+) -> None:
+    tied, own_head = two_ranks.run(train_in_layouts, even, OF_TWO), two_ranks.run(train_in_layouts, untied, {"own": {}})
+    for seen in map(dict.__or__, tied, own_head):
+        for name in ("sharded", "critic", "lora", "recomputed", "own"):
             _hold(seen[name], ranks_per_copy=2)
             assert seen[name].num_scattered == seen[name].num_rows * seen[name].num_units
             assert not seen[name].num_shared
