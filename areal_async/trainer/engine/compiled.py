@@ -26,12 +26,16 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
         layer.forward = _compiled(layer.forward)
 
 
-def check_compiler(device: torch.device) -> None:
-    """Compile something small for this device: seconds, the first time on a host.
+def check_compiler(device: torch.device | None = None) -> str:
+    """Compile something small for this device, and say what did: seconds, the first time on a host.
+
+    Args:
+        device: None takes a GPU where there is one.
 
     Raises:
         UserError: it cannot be done here.
     """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         _compiled(torch.cos)(torch.ones(8, device=device))
     except (RuntimeError, TypeError, OSError, ImportError) as exc:  # TypeError: an older torch knows no limit to set
@@ -42,6 +46,7 @@ def check_compiler(device: torch.device) -> None:
             "with a compiler it can use: g++ and Python's headers, on a GPU triton too; install them, or set it to "
             "false"
         ) from exc
+    return f"torch {torch.__version__} compiles for this {device.type.upper()}"
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
