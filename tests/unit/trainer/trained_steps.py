@@ -35,7 +35,7 @@ class TrainedSteps:
             trainer=TrainerSettings.model_validate({"lr": 1e-3, "token_budget": 64, **critic} | (trainer or {})),
         )
         self.engines = Engines.for_run(settings, ranks)
-        threads = EngineThreads(engine=EngineThread(torch.device("cpu")))
+        threads = EngineThreads(engine=EngineThread(torch.device("cpu")), has_one=settings.trainer.compile)
         self._shards = ShardTrainer(settings, engines=self.engines, threads=threads)
 
     def train(self, rows: list[TrainRow], *, step: int) -> dict[str, float]:

@@ -19,6 +19,9 @@ from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from tests.unit.trainer.engine.test_critic import critic_of, with_targets
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows, save_model
+from tests.unit.trainer.one_of_two_compiling import WITH_REFERENCE, num_graphs, train_compiled, train_three_steps
+from tests.unit.trainer.rank_workers import RankWorkers
+from tests.unit.trainer.trained_steps import NUM_STEPS, TrainedSteps, batch_rows
 
 # torch looks at it while it traces, and lets the warning be seen once.
 pytestmark = [
@@ -35,10 +38,6 @@ LAYER_GRAPHS = 4
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trace the forward pass alone, which decides what a graph is used for."""
     monkeypatch.setattr(compiled, "BACKEND", "eager")
-
-
-def num_graphs() -> int:
-    return int(counters["stats"]["unique_graphs"])
 
 
 def test_steps_of_other_lengths_take_the_graphs_of_the_first_and_learn_the_same(
@@ -116,6 +115,25 @@ def test_a_step_whose_backward_pass_is_compiled_too_is_an_eager_one(
     assert counters["aot_autograd"]["ok"] - autograds == LAYER_GRAPHS
     assert (stats.loss, stats.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-4, abs=1e-6)
     assert parameters_differ(engine, eager) < 1e-4
+
+
+def test_two_ranks_train_compiled_models_as_one_does_eager_ones(
+    model: Path, ranks: Ranks, two_ranks: RankWorkers
+) -> None:
+    """A policy that recomputes beside a frozen reference, where a rank has a step without rows; then two stages."""
+    alone = TrainedSteps(model, ranks, **WITH_REFERENCE)
+    stats = [alone.train(batch_rows(), step=step) for step in range(1, NUM_STEPS + 1)]
+    stages = train_three_steps(engine_of(model, ranks))
+
+    both = two_ranks.run(train_compiled, model)
+
+    for seen in both:
+        for together, one in zip(seen["stats"], stats, strict=True):
+            assert together == pytest.approx(one, rel=1e-3, abs=1e-5)
+        assert seen["num_graphs"] == 2 * LAYER_GRAPHS
+        for stage, eager in zip(seen["stages"], stages, strict=True):
+            assert stage == pytest.approx(eager, rel=1e-3, abs=1e-6)
+    assert both[0]["fingerprint"] == pytest.approx(alone.fingerprint(), rel=1e-5, abs=1e-6)
 
 
 def test_a_host_without_a_compiler_is_refused_when_the_model_is_loaded(
