@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from areal_async.inference.http import KEEP_ALIVE_S
 from areal_async.process.host import free_port
 
 PAD_ID, EOS_ID = 0, 1
@@ -130,7 +131,9 @@ class Server:
     def __init__(self, model_path: Path, *flags: str) -> None:
         port = free_port()
         self.process = self.start(model_path, port, *flags)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=100.0, trust_env=False)
+        # Let go of before the server does, which may be just as a request is on its way.
+        limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE_S)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=100.0, limits=limits, trust_env=False)
         try:
             self._wait_until_up()
         except BaseException:
