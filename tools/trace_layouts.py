@@ -1,11 +1,12 @@
 """Trace training steps of ranks whose peers are not there: every layout, at numbers of ranks that no machine here has.
 
-    python -m tools.trace_layouts                       # 4 layers, 64 ranks
-    python -m tools.trace_layouts --layers 80 --ranks 64 1024
+    python -m tools.trace_layouts                       # the smallest model, 64 ranks
+    python -m tools.trace_layouts --model 72B --row-tokens 16384 --ranks 64 1024
 
-Each rank's engines are built and run as a trainer builds and runs them, over torch's fake process groups: a collective
-returns at once, and what a peer would have sent is ones. Of each dimension of the mesh the first, the middle and the
-last rank are traced. Nothing that is computed means anything; that a step runs, and which collectives it makes, does.
+Each rank's engines are built and run as a trainer builds and runs them, over torch's fake process groups, whose
+collectives return at once, and on a device without memory (``absent_device``): sizes are true, numbers mean nothing.
+Of each dimension of the mesh the first and the last rank are traced, of a pipeline the middle one too. No weight is
+read. The policy alone, as the table of memory has it, is held against preflight's estimate for it.
 Models of other layouts than the policy's are left out: their ranks read what their peers say.
 
 Invariant: ranks of one group make its collectives in one order, with one size each, and what one sends to another is
@@ -20,8 +21,8 @@ import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ import numpy as np
 import structlog
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -45,12 +47,19 @@ from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.packing.rows import TrainRow
 from areal_async.trainer.shards import ShardTrainer
+from tools import absent_device
+from tools.decoder_shapes import QWEN2_5, save_heads
 
-NUM_ROWS, ROW_TOKENS, VOCAB = 4, 12, 64
+NUM_ROWS = 4
+ALONE = "policy alone"
+"""The layout that the table of memory is for."""
+SHARES = (0.7, 1.1)
+"""What may be counted of the estimate, which adds up parts that are not all there at once."""
 PPO = {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "num_minibatches": 2}
 """A policy, a critic and a reference; two updates in a step."""
 LORA = {"rank": 4}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    ALONE: ({"activation_checkpointing": True}, {"num_minibatches": 2}),
     "data": ({}, PPO),
     "data, checkpointed": ({"activation_checkpointing": True}, PPO),
     "replicas": ({"replicas": 4}, PPO),
@@ -78,6 +87,17 @@ class CollectiveCall:
     """Shape and data type of each tensor."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTrace:
+    """What one rank did, and the bytes of its device."""
+
+    calls: list[CollectiveCall]
+    """In order."""
+    kept_bytes: int
+    """After the step: optimizer states are there, gradients are not."""
+    peak_bytes: int
+
+
 class CollectiveLog(TorchDispatchMode):
     """Notes every collective of this thread."""
 
@@ -86,14 +106,12 @@ class CollectiveLog(TorchDispatchMode):
         self.calls: list[CollectiveCall] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a collective; let a receiver have ones."""
+        """Note a collective."""
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # it comes again for the local tensors
         if func.namespace == "c10d":
             self._note(func, args)
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d" and func.__name__.startswith("recv"):
-            for tensor in args[0]:
-                tensor.fill_(1)
-        return result
+        return func(*args, **(kwargs or {}))
 
     def _note(self, func: Any, args: Any) -> None:
         name = func.__name__.partition(".")[0]
@@ -114,49 +132,56 @@ def _is_group(one: Any) -> bool:
 @contextmanager
 def _peerless_ranks(rank: int, size: int) -> Iterator[Ranks]:
     """Be one rank of so many."""
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    backend = f"cpu:fake,{absent_device.NAME}:fake"
+    dist.init_process_group(backend, rank=rank, world_size=size, store=FakeStore())
     try:
         control = dist.new_group(backend="fake")
-        yield Ranks(rank=rank, size=size, device=torch.device("cpu"), deadline_s=60, control=control)
+        yield Ranks(rank=rank, size=size, device=torch.device(absent_device.DEVICE), deadline_s=60, control=control)
     finally:
         dist.destroy_process_group()
 
 
-def trace_step(settings: Settings, rank: int) -> list[CollectiveCall]:
-    """Return the collectives of a whole training step of one rank, in order."""
-    # One thread for all of them, as on a GPU, where one order of all calls matters.
-    threads = EngineThreads(engine=EngineThread(torch.device("cpu")), has_one=True)
-    log = CollectiveLog()
+def trace_step(settings: Settings, rank: int) -> RankTrace:
+    """Return what a whole training step of one rank does. Once in a process: torch remembers the meshes of the last."""
+    absent_device.register()
+    device, log = absent_device.AbsentDevice(), CollectiveLog()
+    with _peerless_ranks(rank, settings.trainer.num_ranks) as ranks, absent_device.engines_on_it():
+        # One thread for all of them, as on a GPU, where one order of all calls matters.
+        threads = EngineThreads(engine=EngineThread(ranks.device), has_one=True)
+        rows = _rows(settings.trainer.token_budget // 2)
 
-    async def step() -> None:
-        await threads.run("actor", log.__enter__)
-        try:
-            await shards.run_calls(_rows(), _batch(), step=1, settings=settings)
-        finally:
-            await threads.run("actor", lambda: log.__exit__(None, None, None))  # type: ignore[no-untyped-call]
+        async def step() -> RankTrace:
+            stack = ExitStack()
+            await threads.run("actor", lambda: stack.enter_context(device.on()))
+            try:
+                shards = await threads.run("actor", lambda: ShardTrainer(
+                    settings, engines=Engines.for_run(settings, ranks), threads=threads
+                ))  # fmt: skip
+                await threads.run("actor", lambda: stack.enter_context(log))
+                await shards.run_calls(rows, _batch(rows), step=1, settings=settings)
+                return RankTrace(calls=log.calls, kept_bytes=device.num_bytes, peak_bytes=device.peak_bytes)
+            finally:
+                await threads.run("actor", stack.close)
 
-    with _peerless_ranks(rank, settings.trainer.num_ranks) as ranks:
-        shards = ShardTrainer(settings, engines=Engines.for_run(settings, ranks), threads=threads)
-        anyio.run(step)
-    return log.calls
+        return anyio.run(step)
 
 
-def trace(settings: Settings, ranks: Sequence[int]) -> dict[int, list[CollectiveCall]]:
-    """Return ``trace_step`` of each rank, in a process of its own: torch remembers the meshes of the one before."""
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        calls = pool.map(functools.partial(trace_step, settings), ranks, chunksize=1)
-    return dict(zip(ranks, calls, strict=True))
+def trace(settings: Settings, ranks: Sequence[int]) -> dict[int, RankTrace]:
+    """Return ``trace_step`` of each rank, in a process of its own, two at a time."""
+    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+        traced = pool.map(functools.partial(trace_step, settings), ranks, chunksize=1)
+    return dict(zip(ranks, traced, strict=True))
 
 
 def ranks_to_trace(sizes: Sequence[int]) -> list[int]:
-    """Return the first rank, those in the middle and at the end of each dimension beside it, and the very last."""
-    places = [(0,) * len(sizes), tuple(size - 1 for size in sizes)]
+    """Return the first rank, that at the end of each dimension beside it, and that in the middle of a pipeline."""
+    places = [(0,) * len(sizes), (sizes[0] // 2, *(0,) * (len(sizes) - 1))]
     for dim, size in enumerate(sizes):
-        places += [tuple(place if one == dim else 0 for one in range(len(sizes))) for place in (size // 2, size - 1)]
+        places.append(tuple(size - 1 if one == dim else 0 for one in range(len(sizes))))
     return sorted({int(np.ravel_multi_index(place, tuple(sizes))) for place in places})
 
 
-def disagreements(traced: dict[int, list[CollectiveCall]]) -> Iterator[str]:
+def disagreements(traced: Mapping[int, list[CollectiveCall]]) -> Iterator[str]:
     """Yield a sentence for each two ranks that would wait for each other for ever, or take each other's data amiss."""
     for (a, calls_a), (b, calls_b) in itertools.combinations(traced.items(), 2):
         groups = {call.members for call in calls_a if {a, b} <= set(call.members)}
@@ -179,10 +204,10 @@ def _difference(what: str, ours: Sequence[object], theirs: Sequence[object]) -> 
             return
 
 
-def settings_of(layout: str, model: Path, num_ranks: int) -> Settings:
+def settings_of(layout: str, model: Path, num_ranks: int, *, token_budget: int) -> Settings:
     """Return the settings of a layout over so many ranks."""
     trainer, algorithm = LAYOUTS[layout]
-    common = {"num_ranks": num_ranks, "token_budget": 2 * ROW_TOKENS}
+    common = {"num_ranks": num_ranks, "token_budget": token_budget}
     return Settings.model_validate(
         {
             "model": {"path": str(model), "dtype": "bfloat16"},
@@ -192,54 +217,39 @@ def settings_of(layout: str, model: Path, num_ranks: int) -> Settings:
     )
 
 
-def save_narrow_model(directory: Path, *, num_layers: int) -> Path:
-    """Write a decoder of so many layers, each a few thousand numbers wide."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    config = AutoConfig.for_model(
-        "qwen2", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, max_position_embeddings=128,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    (directory / "tokenizer.json").write_text("{}")
-    return directory
-
-
-def _rows() -> list[TrainRow]:
-    random = np.random.default_rng(0)
+def _rows(num_tokens: int) -> list[TrainRow]:
     return [
         TrainRow(
-            token_ids=random.integers(0, VOCAB, ROW_TOKENS).astype(np.int32),
-            loss_mask=np.arange(ROW_TOKENS) >= 4,
-            behave_logprobs=np.full(ROW_TOKENS, -4.0, dtype=np.float32),
+            token_ids=np.zeros(num_tokens, dtype=np.int32),
+            loss_mask=np.arange(num_tokens) >= 4,
+            behave_logprobs=np.full(num_tokens, -4.0, dtype=np.float32),
             advantage=1.0,
-            current_mask=np.arange(ROW_TOKENS) >= 4,
+            current_mask=np.arange(num_tokens) >= 4,
             index=index,
         )
         for index in range(NUM_ROWS)
     ]
 
 
-def _batch() -> AgreedBatch:
+def _batch(rows: Sequence[TrainRow]) -> AgreedBatch:
     slots = []
-    for row in _rows():
+    for row in rows:
         slot = Slot(
             sibling=row.index, sample_uid=str(row.index), status=SlotStatus.SCORED, reward=1.0,
             num_output_tokens=int(row.loss_mask.sum()), oldest="1-0", newest="1-0",
         )  # fmt: skip
         item = CutSlot(sequence=1, slot=slot)
         slots.append(BatchSlot(position=row.index, group_id="a", workflow="w", item=item))
-    advantages = {row.index: np.ones(1, dtype=np.float32) for row in _rows()}
+    advantages = {row.index: np.ones(1, dtype=np.float32) for row in rows}
     return AgreedBatch(slots=slots, advantages=advantages, unusable=[])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trace, print a line for each layout, and return 1 where ranks disagree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4, help="of the model")
+    parser.add_argument("--model", default="0.5B", choices=QWEN2_5)
+    parser.add_argument("--layers", type=int, help="in place of the model's")
+    parser.add_argument("--row-tokens", type=int, default=4096)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64], help="numbers of ranks")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     given = parser.parse_args(arguments)
@@ -248,18 +258,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     num_wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        model = save_narrow_model(Path(folder), num_layers=given.layers)
+        shape = QWEN2_5[given.model]
+        shape = shape._replace(layers=given.layers or shape.layers)
+        model = save_heads(shape, Path(folder))
         for num_ranks, layout in itertools.product(given.ranks, given.layouts):
-            settings = settings_of(layout, model, num_ranks)
+            settings = settings_of(layout, model, num_ranks, token_budget=given.row_tokens)
             trainer, started = settings.trainer, time.perf_counter()
             others = trainer.pipeline_parallel, trainer.replicas, trainer.tensor_parallel
             sizes = (others[0], others[1], num_ranks // int(np.prod(others)), others[2])
             traced = trace(settings, ranks_to_trace(sizes))
-            wrong = list(disagreements(traced))
-            num_wrong += len(wrong)
+            wrong = list(disagreements({rank: one.calls for rank, one in traced.items()}))
             mesh = " x ".join(f"{name} {size}" for name, size in zip(DIMENSIONS, sizes, strict=True) if size > 1)
             what = f"{layout}: {num_ranks} ranks, {mesh}: {len(traced)} traced"
-            told = f"{sum(map(len, traced.values()))} collectives, {'; '.join(wrong) or 'one order'}"
+            told = f"{sum(len(one.calls) for one in traced.values())} collectives, {'; '.join(wrong) or 'one order'}"
+            kept, peak = (max(getattr(one, name) for one in traced.values()) for name in ("kept_bytes", "peak_bytes"))
+            told += f", {kept / 1e9:.1f} GB kept, {peak / 1e9:.1f} GB at the peak"
+            if layout == ALONE:
+                share = peak / shape.size.trainer_bytes(trainer, dtype=settings.model.dtype)
+                told += f", {share:.0%} of the estimate"
+                num_wrong += not SHARES[0] <= share <= SHARES[1]
+            num_wrong += len(wrong)
             print(f"{what}, {told} ({time.perf_counter() - started:.0f} s)", flush=True)
     return int(num_wrong > 0)
 

@@ -18,15 +18,20 @@ SENT = replace(GATHER, name="send", peer=1)
 RECEIVED = replace(GATHER, name="recv_", peer=0)
 
 
-def test_a_step_of_every_dimension_has_one_order_of_collectives_in_each_group() -> None:
-    """With a critic and a reference. ``make nightly`` traces every layout, with 80 layers, at 64 and 1,024 ranks."""
-    command = [sys.executable, "-m", "tools.trace_layouts", "--layers", "2", "--layouts", "pipeline, tensor, replicas"]
+def test_a_step_of_every_dimension_has_one_order_of_collectives_in_each_group_and_the_memory_estimated() -> None:
+    """With a critic and a reference, and of the policy alone. ``make nightly`` traces a model of 72B in each layout."""
+    layouts = ["policy alone", "pipeline, tensor, replicas"]
+    command = [sys.executable, "-m", "tools.trace_layouts", "--layers", "2", "--layouts", *layouts]
 
     ended = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "pp 2 x dp_replicate 4 x dp_shard 4 x tp 2: 8 traced, " in ended.stdout
-    assert "one order" in ended.stdout
+    alone, divided = (line for line in ended.stdout.splitlines() if ": 64 ranks, " in line)
+    assert "dp_shard 64: 2 traced, " in alone
+    assert "% of the estimate" in alone
+    assert "pp 2 x dp_replicate 4 x dp_shard 4 x tp 2: 5 traced, " in divided
+    assert "one order" in alone
+    assert "one order" in divided
 
 
 def test_another_order_another_size_and_what_nobody_receives_are_found() -> None:
@@ -41,6 +46,6 @@ def test_another_order_another_size_and_what_nobody_receives_are_found() -> None
     assert list(disagreements({0: [GATHER, elsewhere, SENT, REDUCE], 1: [RECEIVED, GATHER, REDUCE]})) == []
 
 
-def test_the_first_the_middle_and_the_last_rank_of_each_dimension_are_traced() -> None:
-    assert ranks_to_trace((1, 1, 64, 1)) == [0, 32, 63]
-    assert ranks_to_trace((2, 1, 3, 2)) == [0, 1, 2, 4, 6, 11]
+def test_both_ends_of_each_dimension_and_the_middle_of_a_pipeline_are_traced() -> None:
+    assert ranks_to_trace((1, 1, 64, 1)) == [0, 63]
+    assert ranks_to_trace((3, 1, 3, 2)) == [0, 1, 4, 6, 12]
