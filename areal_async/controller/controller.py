@@ -91,9 +91,7 @@ class Controller:
             progress=self._progress,
             may_rest=lambda: self._steering.control.is_paused and not self.evaluation.waits_for,
             detector=detector or FailureDetector(),
-            hold=TrainersHold(
-                max_s=settings.rollout.episode_deadline_s, silence_s=silence_after(settings.run.watchdog_s)
-            ),
+            hold=TrainersHold(settings, silence_s=silence_after(settings.run.watchdog_s)),
         )
         self.waits_for = ""
 

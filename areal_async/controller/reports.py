@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from areal_async.config.settings import Settings
 from areal_async.process.bell import Bell
 from areal_async.telemetry import wait_graph
 from areal_async.telemetry.reports import servers_in, waits_in
@@ -88,9 +89,13 @@ class ProcessReport:
 class TrainersHold:
     """Whether the trainer holds up generation for a step, so that nothing need move: not for ever, nor in silence."""
 
-    def __init__(self, *, max_s: float, silence_s: float) -> None:
-        """Take how long one hold may last, and for how long its trainer may say nothing."""
-        self._max_s = max_s
+    def __init__(self, settings: Settings, *, silence_s: float) -> None:
+        """Take for how long the trainer may say nothing.
+
+        A hold may last as long as a server that has just begun to start may take, for which it waits, and an episode
+        for its step.
+        """
+        self._max_s = settings.inference.start_bound_s + settings.rollout.episode_deadline_s
         self._silence_s = silence_s
         self._hold = ""
         self._since_s = 0.0
