@@ -85,9 +85,8 @@ class VersionWriter:
         if self._rank == 0:
             await self._order(END)
         else:
-            with anyio.fail_after(self._orders.deadline_s):
-                while not self._has_ended:
-                    await self._changed.wait()
+            while not self._has_ended:  # rank 0 may write for long; that it is there each order's deadline holds
+                await self._changed.wait()
 
     async def _obey(self, order: bytes, jobs: anyio.abc.TaskGroup) -> None:
         with anyio.fail_after(self._orders.deadline_s):  # rank 0 has gathered it, so this rank is about to

@@ -2,11 +2,13 @@
 
 import hashlib
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import anyio
+import anyio.lowlevel
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -15,7 +17,7 @@ from areal_async.errors import PipelineError
 from areal_async.protocol.types import Version, WeightsVersion
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.output.served import ServedWeights
-from areal_async.trainer.output.version_writer import VersionWriter
+from areal_async.trainer.output.version_writer import WAITS_PER_DEADLINE, VersionWriter
 from tests.unit.trainer.models import engine_of, random_rows, save_model
 from tests.unit.trainer.rank_workers import RankWorkers
 
@@ -63,6 +65,37 @@ def test_versions_are_written_by_all_ranks_or_dropped_and_sent_whole(two_ranks: 
         assert first.num_left == second.num_left == 0
         assert "1-4 could not be written: another rank says why" in first.refused
         assert "1-4 could not be written: OSError" in second.refused
+
+
+def test_a_rank_waits_for_the_end_as_long_as_rank_0_has_it_wait(two_ranks: RankWorkers, tmp_path: Path) -> None:
+    """Longer than any one order may take: the last version may be written for long."""
+    assert two_ranks.run(end_late, tmp_path) == [True, True]
+
+
+def end_late(ranks: Ranks, directory: Path) -> bool:
+    """Have rank 1 wait for more orders than come within one's deadline; return whether it has ended."""
+    return anyio.run(_end_late, ranks, directory)
+
+
+async def _end_late(ranks: Ranks, directory: Path) -> bool:
+    weights: Any = None  # none is written
+    versions = VersionWriter(weights, directory, ranks)
+    versions._orders = replace(versions._orders, deadline_s=0.1)  # torch's own stays
+    num_orders = 0
+    order = versions._order
+
+    async def counted(given: bytes | None = None) -> bytes:
+        nonlocal num_orders
+        num_orders += 1
+        return await order(given)
+
+    with patch.object(versions, "_order", counted):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(versions.run)
+            while ranks.rank == 0 and num_orders < 3 * WAITS_PER_DEADLINE:
+                await anyio.lowlevel.checkpoint()
+            await versions.close()
+    return ranks.rank == 0 or versions._has_ended
 
 
 def publish_versions(ranks: Ranks, model: Path, directory: Path, layouts: list[dict[str, Any]]) -> list[Told]:
