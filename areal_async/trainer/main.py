@@ -163,7 +163,7 @@ async def _run_rank(
         if feed is not None:
             await _start_feed(loops, feed, trainer)
         await trainer.run()
-        await versions.close()
+        await publisher.close()
         await _emit_state(bus, trainer, ranks.rank)  # the last one: that it has finished
         if broadcaster is not None:
             broadcaster.close()

@@ -136,13 +136,21 @@ class WeightsPublisher:
 
     async def announce_final(self) -> None:
         """Say that the newest version is the run's last."""
-        await self.finish()
-        if self.lineage is None or self._newest is None:
-            return
-        if not self._newest.path:
-            self._start_copy()
-            await self.copying.finish()
-        await self._announce(msgspec.structs.replace(_without_group(self._newest), final=True))
+        async with self._publishing:  # what it is announced as now stays: it is broadcast to nobody again
+            await self.finish()
+            if self.lineage is None or self._newest is None:
+                return
+            if not self._newest.path:
+                self._start_copy()
+                await self.copying.finish()
+            await self._announce(msgspec.structs.replace(_without_group(self._newest), final=True))
+
+    async def close(self) -> None:
+        """Finish, and end the writing of versions on every rank, which all call it. Nothing is repaired any more."""
+        async with self._publishing:
+            await self.finish()
+            self._newest = None
+            await self.versions.close()
 
     async def wait_until_held(self, version: Version, *, should_stop: Callable[[], bool]) -> None:
         """Wait until every unfenced server holds ``version``: nothing older is sampled from now on.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 import torch
@@ -19,7 +20,8 @@ from areal_async.errors import PipelineError
 from areal_async.inference.faults import StagingFault
 from areal_async.inference.swap import Staging
 from areal_async.inference.weight_group import GLOO
-from areal_async.protocol.types import ADAPTER, DISK, Version, WeightsVersion
+from areal_async.protocol.run_state import ServerState
+from areal_async.protocol.types import ADAPTER, DISK, UpdateGroup, Version, WeightsVersion
 from areal_async.protocol.wire import decode
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.engine.parallel.ranks import Ranks
@@ -272,6 +274,77 @@ async def test_a_server_that_waits_gets_a_copy_on_disk_and_one_that_cannot_read_
     assert last.group.ranks == {"0-0": 1, "1-0": 2}, "from then on it is one of them"
     for server in (member, joiner):
         server.receiver.leave()
+
+
+async def test_the_last_version_stays_the_last_whoever_is_given_it_meanwhile(
+    open_role: OpenRole, tmp_path: Path, engine: FsdpEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.trainer.output.publisher.REPAIR_POLL_S", 0.02)
+    bus, node = await open_role(Role.TRAINER), await open_role(Role.NODE)
+    joiner, is_asked, may_ask = Server(node, "1-0"), anyio.Event(), anyio.Event()
+    async with publishing(bus, tmp_path, engine, weight_transfer="distributed") as publisher:
+        await publisher.publish(Version(1, 1))
+        await publisher.finish()
+        open_group = publisher._open_group
+
+        async def open_late(servers: dict[str, tuple[ServerState, int]]) -> UpdateGroup | None:
+            is_asked.set()
+            await may_ask.wait()
+            return await open_group(servers)
+
+        monkeypatch.setattr(publisher, "_open_group", open_late)
+        await joiner.say(reason="starting", wants_weights=True, unreadable="no such folder here")
+        with anyio.fail_after(DEADLINE_S):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(joiner.run)
+                tasks.start_soon(publisher.run_repairs)
+                await is_asked.wait()
+                tasks.start_soon(publisher.announce_final)
+                while not publisher._publishing.statistics().tasks_waiting and not (await newest(bus)).final:
+                    await anyio.lowlevel.checkpoint()
+                may_ask.set()
+                await until(bus, lambda announced: announced.group is not None)
+                await publisher.close()
+                await anyio.to_thread.run_sync(joiner.receiver.finish)
+                tasks.cancel_scope.cancel()
+
+    assert (await newest(bus)).final
+    joiner.receiver.leave()
+
+
+async def test_nothing_is_written_for_a_server_once_a_publisher_is_closed(
+    open_role: OpenRole, tmp_path: Path, engine: FsdpEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peers are about to leave: they would take no part."""
+    monkeypatch.setattr("areal_async.trainer.output.publisher.REPAIR_POLL_S", 0.02)
+    bus, node = await open_role(Role.TRAINER), await open_role(Role.NODE)
+    member, joiner = Server(node, "0-0"), Server(node, "1-0")
+    await member.say()
+    async with publishing(bus, tmp_path, engine, weight_transfer="distributed") as publisher:
+        num_looks, look = 0, publisher._servers
+
+        async def counted() -> dict[str, tuple[ServerState, int]]:
+            nonlocal num_looks
+            num_looks += 1
+            return await look()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(member.run)
+            for step in (1, 2):
+                await publisher.publish(Version(1, step))
+            await member.say(version="1-2")
+            await joiner.say(reason="starting", wants_weights=True)
+            await publisher.close()
+            monkeypatch.setattr(publisher, "_servers", counted)
+            tasks.start_soon(publisher.run_repairs)
+            with anyio.fail_after(DEADLINE_S):
+                while num_looks < 4:
+                    await anyio.lowlevel.checkpoint()
+            await publisher.copying.finish()
+            tasks.cancel_scope.cancel()
+
+    assert os.listdir(tmp_path / "weights") == ["1-1"]
+    member.receiver.leave()
 
 
 async def test_a_member_that_is_fenced_before_it_joins_holds_nobody_up(
