@@ -9,7 +9,7 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 
 from areal_async.config.section import HubPath, Section
 from areal_async.config.template import TemplateSettings
-from areal_async.protocol.fields import MAX_TEMPERATURE, MAX_TOP_K
+from areal_async.protocol.fields import MAX_SERVER_RANKS, MAX_TEMPERATURE, MAX_TOP_K
 
 POLICY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,47}")
 """A Python parameter, and part of a server's id."""
@@ -147,7 +147,7 @@ class PolicySettings(Section):
     """What is given here goes before ``rollout.sampling``. Evaluation has roles answer greedily all the same."""
     num_servers: int = Field(default=1, ge=1)
     """Servers per node; of a frozen model only, as all below."""
-    tensor_parallel: int = Field(default=1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1, le=MAX_SERVER_RANKS)
     """GPUs per server."""
     context_length: int | None = None
     """Longest prompt and answer together, in tokens; ``None`` takes the model's."""

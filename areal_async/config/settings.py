@@ -26,7 +26,7 @@ from areal_async.config.tasks import TaskSettings as TaskSettings
 from areal_async.config.template import TemplateSettings as TemplateSettings
 from areal_async.config.trainer import CriticTrainerSettings as CriticTrainerSettings
 from areal_async.config.trainer import TrainerSettings as TrainerSettings
-from areal_async.protocol.fields import MAX_STEP
+from areal_async.protocol.fields import MAX_SERVER_RANKS, MAX_STEP
 from areal_async.protocol.staleness import max_groups_in_flight
 from areal_async.protocol.subjects import RUN_NAME, Names
 
@@ -199,7 +199,7 @@ class InferenceSettings(Section):
     """Interpreter of the environment SGLang is installed in; ``None`` for the one that runs this."""
     num_servers: int = Field(default=1, ge=1)
     """Servers per node."""
-    tensor_parallel: int = Field(default=1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1, le=MAX_SERVER_RANKS)
     """GPUs per server."""
     colocate: Literal["split", "release"] | None = None
     """How servers and trainer share the same GPUs: each in its part of the memory (``split``), or in turns, servers

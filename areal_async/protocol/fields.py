@@ -10,6 +10,8 @@ from msgspec import Meta
 
 MAX_GROUP_SIZE = 1 << 16
 MAX_SERVERS = 1024
+MAX_SERVER_RANKS = 256
+"""GPUs that one server is spread over. A broadcast makes room for all of all servers before they are there."""
 MAX_CREDITS = 256
 """Replies of one trajectory that are credited one by one; the headers of a message hold them all."""
 OWN_INFO = "rollout/"
@@ -65,3 +67,6 @@ NumAttempts = Annotated[int, Meta(ge=0, le=10**9 - 1)]
 """Number of attempts at one prompt: a group's id has nine digits for it."""
 GroupSize = Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
 NumServers = Annotated[int, Meta(ge=0, le=MAX_SERVERS)]
+NumServerRanks = Annotated[int, Meta(ge=1, le=MAX_SERVER_RANKS)]
+IncarnationText = Annotated[str, Meta(max_length=64)]
+"""A process's id: a broadcast is announced with those of all servers in one message."""

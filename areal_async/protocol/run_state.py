@@ -4,7 +4,15 @@ from typing import Self
 
 import msgspec
 
-from areal_async.protocol.fields import Count, NumServers, OptionalVersionText, TokenText, VersionText
+from areal_async.protocol.fields import (
+    Count,
+    IncarnationText,
+    NumServerRanks,
+    NumServers,
+    OptionalVersionText,
+    TokenText,
+    VersionText,
+)
 from areal_async.protocol.types import Record
 
 
@@ -104,9 +112,9 @@ class ServerState(Record, frozen=True, kw_only=True):
     url: str
     version: OptionalVersionText
     """Weights version that it holds; empty until that is an announced one."""
-    incarnation: str = ""
+    incarnation: IncarnationText = ""
     """Different after every start of its process, and every broadcast that it has left: who has a place in one."""
-    num_ranks: Count = 1
+    num_ranks: NumServerRanks = 1
     """GPUs it is spread over: its ranks in an update group."""
     fenced: bool = False
     reason: str = ""

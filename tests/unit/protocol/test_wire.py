@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.errors import WireError
+from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.types import Outcome, OutcomeKind, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
 from areal_async.protocol.wire import (
     decode,
@@ -202,3 +203,15 @@ def test_a_ticket_that_nobody_could_work_on_is_refused(field: str, value: str | 
 
     with pytest.raises(WireError, match=field):
         decode(encode(msgspec.structs.replace(sound, **{field: value})), Ticket)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_ranks", -1), ("num_ranks", 0), ("num_ranks", 257), ("num_ranks", 1 << 53), ("incarnation", "x" * 65)],
+)
+def test_a_server_for_which_a_broadcast_would_have_no_room_is_refused(field: str, value: str | int) -> None:
+    server = ServerState(server_id="0-0", node_id="0", url="", version="", num_ranks=256, incarnation="x" * 64)
+    assert decode(encode(server), ServerState) == server
+
+    with pytest.raises(WireError, match=field):
+        decode(encode(msgspec.structs.replace(server, **{field: value})), ServerState)
