@@ -258,7 +258,7 @@ class InferenceSettings(Section):
         if self.weight_transfer == "disk" and self.disk_interval > 1:
             raise ValueError(
                 f"disk_every: got {self.disk_every} with weight_transfer=disk, need 1, as servers get every version "
-                "from there; leave it out, or set weight_transfer to distributed"
+                "from there; set it to 1, or weight_transfer to distributed"
             )
         return self
 
