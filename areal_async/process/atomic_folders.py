@@ -113,11 +113,11 @@ def _delete(folder: Path, lease: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder; of one that was put elsewhere, the link to it."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
+    """Delete a folder; of one that was put elsewhere, the link to it, and a file that has a folder's name."""
+    if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder)
+    else:
+        folder.unlink()
 
 
 def sync(path: Path) -> None:

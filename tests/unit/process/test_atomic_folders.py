@@ -69,6 +69,15 @@ def test_a_folder_that_was_put_elsewhere_and_linked_is_deleted_by_its_link(check
     assert _names(elsewhere) == [".1-0.replaced", "1-1"]
 
 
+def test_a_file_with_a_folders_name_is_deleted_as_one(checkpoints: Path) -> None:
+    for name in ("1-0", ".1-4.partial"):
+        (checkpoints / name).write_text("")
+
+    keep_newest(checkpoints, 3, lease=LEDGER)
+
+    assert _names(checkpoints) == ["1-1", "1-2", "1-3"]
+
+
 def _names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
