@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from areal_async.config.settings import Settings
+from areal_async.errors import PipelineError
 from areal_async.inference.commands import choose_backend
 from areal_async.inference.weight_group import flatten, num_bytes
 from areal_async.protocol.types import ADAPTER, DISK, Version, WeightsVersion
@@ -50,9 +51,21 @@ class ServedWeights:
         """Send what was written there, from any thread, one bucket after the other, as ``gather`` does.
 
         Rank 0's alone; not of adapters.
+
+        Raises:
+            PipelineError: they are not there any more, or damaged.
         """
+        from safetensors import SafetensorError  # imported here, like all that a trainer needs only for files
+
         for bucket in self.buckets:
-            send(flatten(self._folder.read(bucket, directory)).to(self._engine.dims.all.device))
+            try:
+                tensors = self._folder.read(bucket, directory)
+            except (OSError, SafetensorError) as exc:
+                raise PipelineError(
+                    f"weights: {directory} cannot be read to be broadcast: {exc}; a trainer that starts again writes "
+                    "them anew"
+                ) from exc
+            send(flatten(tensors).to(self._engine.dims.all.device))
 
     def write(self, tensors: dict[str, Tensor], version: Version, directory: Path, ranks: Ranks) -> WeightsVersion:
         """Write gathered tensors into ``directory/<version>``, atomically; return what is announced, on rank 0.

@@ -345,6 +345,19 @@ async def test_nothing_is_written_for_a_server_once_a_publisher_is_closed(
 
     assert os.listdir(tmp_path / "weights") == ["1-1"]
     member.receiver.leave()
+def test_files_that_are_damaged_or_gone_when_they_are_to_be_broadcast_are_named(
+    engine: FsdpEngine, tmp_path: Path, ranks: Ranks
+) -> None:
+    weights = ServedWeights(engine, bucket_bytes=10_000, is_broadcast=True)
+    weights.write(weights.gather(), Version(1, 1), tmp_path, ranks)
+    file = tmp_path / "1-1" / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(PipelineError, match="1-1 cannot be read to be broadcast: .*; a trainer that starts again"):
+        weights.send(tmp_path / "1-1", lambda _: None)
+
+    file.unlink()
+    with pytest.raises(PipelineError, match="1-1 cannot be read to be broadcast: No such file"):
+        weights.send(tmp_path / "1-1", lambda _: None)
 
 
 async def test_a_member_that_is_fenced_before_it_joins_holds_nobody_up(
