@@ -12,9 +12,10 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import structlog
+import torch
 from torch import Tensor
 
-from areal_async.inference.weight_group import WeightGroup, WeightGroupError
+from areal_async.inference.weight_group import NCCL, WeightGroup, WeightGroupError
 from areal_async.process import host
 from areal_async.process.failpoints import failpoint
 from areal_async.process.host import LOOPBACK
@@ -85,7 +86,11 @@ class Broadcaster:
         return self._description
 
     def send(self, flat: Tensor) -> None:
-        """Broadcast one bucket; the first of a group waits for its members. Returns at once without a group."""
+        """Broadcast one bucket; the first of a group waits for its members. Returns at once without a group.
+
+        Args:
+            flat: on any device; beside a step there may be no room for it on the GPU, which breaks the broadcast.
+        """
         group = self._group
         if group is None:
             return
@@ -95,9 +100,9 @@ class Broadcaster:
                 self._has_met = True
             if time.monotonic() > self._ends_at:
                 raise WeightGroupError(f"weight group {group.name}: not through within {self.deadline_s:g} s")
-            group.broadcast(flat)
+            group.broadcast(self._placed(flat))
             failpoint("trainer.during_broadcast")
-        except WeightGroupError as exc:
+        except (WeightGroupError, torch.OutOfMemoryError) as exc:
             self.give_up(str(exc))
         if self._group is None:
             group.close()
@@ -126,6 +131,9 @@ class Broadcaster:
         if group is not None:
             group.close()
 
+    def _placed(self, flat: Tensor) -> Tensor:
+        return flat.cuda() if self._backend == NCCL else flat
+
     def _has_missed(self, state: ServerState) -> bool:
         return state.missed.startswith(f"{self._prefix}-")
 
@@ -141,7 +149,7 @@ class Broadcaster:
             group = WeightGroup.host(
                 address=self._address, size=size, name=name, backend=self._backend, deadline_s=self.deadline_s
             )
-        except WeightGroupError as exc:
+        except (WeightGroupError, torch.OutOfMemoryError) as exc:
             log.warning("broadcast.failed", members=sorted(ranks), reason=str(exc))
             return None
         self._has_met = False

@@ -48,7 +48,7 @@ class ServedWeights:
         return sum(num_bytes(bucket) for bucket in self.buckets)
 
     def send(self, directory: Path, send: Callable[[Tensor], None]) -> None:
-        """Send what was written there, from any thread, one bucket after the other, as ``gather`` does.
+        """Send what was written there, from any thread, one bucket after the other, as ``gather`` does but on the CPU.
 
         Rank 0's alone; not of adapters.
 
@@ -65,7 +65,7 @@ class ServedWeights:
                     f"weights: {directory} cannot be read to be broadcast: {exc}; a trainer that starts again writes "
                     "them anew"
                 ) from exc
-            send(flatten(tensors).to(self._engine.dims.all.device))
+            send(flatten(tensors))
 
     def write(self, tensors: dict[str, Tensor], version: Version, directory: Path, ranks: Ranks) -> WeightsVersion:
         """Write gathered tensors into ``directory/<version>``, atomically; return what is announced, on rank 0.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from areal_async.inference.weight_group import GLOO
 from areal_async.protocol.run_state import ServerState
@@ -67,6 +68,29 @@ def test_every_server_gets_the_same_bits_over_several_buckets_and_versions(
         engine.train_step(random_rows(4), step=version, total_steps=2)
     assert names == ["test-1-1", "test-1-1"], "a group is kept while its members stay"
     assert group.ranks == {"0-0": 1, "0-1": 2}
+
+
+def test_a_gpu_without_room_for_a_bucket_costs_the_broadcast_and_nothing_else(
+    broadcaster: Broadcaster, receivers: dict[str, Receiver], engine: FsdpEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As beside a step, where versions are broadcast from their files."""
+    buckets, num_placed = engine.plan_buckets(max_bytes=BUCKET_BYTES), 0
+
+    def placed(flat: Tensor) -> Tensor:
+        nonlocal num_placed
+        num_placed += 1
+        if num_placed > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return flat
+
+    monkeypatch.setattr(broadcaster, "_placed", placed)
+    receivers["0-0"].receive(opened(broadcaster, state_of("0-0")), buckets)
+
+    sent = engine.gather_weights(buckets, send=broadcaster.send)
+
+    assert sent.keys() > receivers["0-0"].finish().keys()
+    assert not broadcaster.has_group
+    assert broadcaster.open([(state_of("0-0"), 1)]) is None, "it is not asked again before it speaks up"
 
 
 def test_a_member_that_dies_after_the_first_bucket_costs_the_broadcast_and_nothing_else(

@@ -345,6 +345,8 @@ async def test_nothing_is_written_for_a_server_once_a_publisher_is_closed(
 
     assert os.listdir(tmp_path / "weights") == ["1-1"]
     member.receiver.leave()
+
+
 def test_files_that_are_damaged_or_gone_when_they_are_to_be_broadcast_are_named(
     engine: FsdpEngine, tmp_path: Path, ranks: Ranks
 ) -> None:
