@@ -166,7 +166,9 @@ def consumer_configs(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
 
 
 async def take_trainer_consumer(bus: Bus, lineage: int) -> str:
-    """Make the consumer of a lineage and delete every older one: from now on their acks reach nothing.
+    """Make the consumer of a lineage anew and delete every older one: from now on their acks reach nothing.
+
+    It delivers all that is stored, also what one of the same name had sent to nobody.
 
     Returns:
         Its name.
@@ -181,10 +183,11 @@ async def take_trainer_consumer(bus: Bus, lineage: int) -> str:
     newer = [other for other, number in numbers.items() if number > lineage]
     if newer:
         raise FencedError(f"lineage {lineage}: {newer[0]} has taken over")
-    for other in numbers.keys() - {name}:
+    for other in numbers:
         with suppress(MissingError):
             await bus.api.ask(f"$JS.API.CONSUMER.DELETE.{stream}.{other}")
-        log.info("lineage.fenced", consumer=other, by=name)
+        if other != name:
+            log.info("lineage.fenced", consumer=other, by=name)
     config = _consumer(name, ack_wait=_ns(TRAJECTORY_ACK_WAIT_S), max_ack_pending=-1, headers_only=True)
     await _create_consumer(bus, stream, config)
     return name

@@ -1,5 +1,7 @@
 """Stored trajectories become journalled cuts; what is trained is acked only by its checkpoint; a zombie is fenced."""
 
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,7 +11,9 @@ import anyio
 import numpy as np
 import pytest
 
-from areal_async.bus import Bus, Role, take_trainer_consumer
+from areal_async.bus import Bus, EmbeddedBroker, Role, take_trainer_consumer
+from areal_async.bus.connection import Received
+from areal_async.bus.inbox import Inbox
 from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.errors import FencedError, WireError
 from areal_async.protocol import wire
@@ -133,6 +137,31 @@ async def test_a_full_batch_is_cut_and_acked_only_by_its_checkpoint(open_role: O
             ("0-0-0", OutcomeKind.TRAINED, 1),
             ("0-1-0", OutcomeKind.TRAINED, 1),
         }
+
+
+async def test_what_a_broker_that_ended_had_sent_and_nobody_received_is_delivered_again(
+    broker: EmbeddedBroker, open_role: OpenRole, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    lost, on_received = anyio.Event(), Inbox._on_received
+
+    def lose_the_first(inbox: Inbox, received: Received) -> None:
+        if received.status is None and not lost.is_set():
+            lost.set()
+        else:
+            on_received(inbox, received)
+
+    monkeypatch.setattr(Inbox, "_on_received", lose_the_first)
+    async with running(trainer, settings) as station:
+        station.feed.allow(1)
+        await store(node, "0-0-0", [0, 1], group_size=2)
+        await lost.wait()
+        os.kill(broker.pid, signal.SIGTERM)  # killed at once it may have forgotten that it sent it
+        await store(node, "0-1-0", [0, 1], group_size=2)
+
+        cut = await station.cut(1)
+
+    assert {group.group_id for group in cut.groups} == {"0-0-0", "0-1-0"}
 
 
 async def test_what_an_operator_changes_is_known_to_whoever_asks_the_feed(

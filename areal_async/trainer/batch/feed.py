@@ -112,10 +112,21 @@ class BatchFeed:
     # its loops
 
     async def run_inbox(self) -> None:
-        """Read trajectory headers until cancelled."""
-        names, caught_up = self._bus.names, self._caught_up["inbox"]
+        """Read trajectory headers until cancelled.
+
+        What a broker had begun to send when it died counts as delivered, and would not come again for a day: after
+        each loss of the connection, all that is not settled is asked for anew.
+        """
+        while True:
+            await self._read_inbox()
+            await self.lineage.take_consumer()
+
+    async def _read_inbox(self) -> None:
+        """Read until the connection has been lost."""
+        names, caught_up, connection = self._bus.names, self._caught_up["inbox"], self._bus.connection
+        num_losses = connection.num_losses
         async with self._bus.consume(names.trajectories_stream, names.trainer_consumer(self.lineage.number)) as inbox:
-            while True:
+            while connection.num_losses == num_losses:
                 deliveries = await inbox.fetch(INBOX_BATCH, wait_s=2.0 if caught_up.is_set() else 0.5)
                 for delivery in deliveries:
                     await self._receive(delivery)

@@ -40,12 +40,20 @@ class Lineage:
             )
         except ConflictError as exc:
             raise FencedError(f"lineage {lineage.number}: another trainer took it first; only one may run") from exc
-        await take_trainer_consumer(bus, lineage.number)
-        # Only now: anyone who takes a newer one from here on finds this consumer, and deletes it.
-        record, _ = await bus.get(LINEAGE, LineageRecord)
-        lineage._check_newest(record.lineage if record else 0)
+        await lineage.take_consumer()
         await lineage._take_checkpoint()
         return lineage
+
+    async def take_consumer(self) -> None:
+        """Have all that is stored delivered from its beginning.
+
+        Raises:
+            FencedError: a newer lineage has been taken.
+        """
+        await take_trainer_consumer(self._bus, self.number)
+        # Only now: anyone who takes a newer one from here on finds this consumer, and deletes it.
+        record, _ = await self._bus.get(LINEAGE, LineageRecord)
+        self._check_newest(record.lineage if record else 0)
 
     async def read_log(self, *, is_whole: bool = False) -> Journal:
         """Return what the log says before this lineage begins.
