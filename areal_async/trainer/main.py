@@ -139,11 +139,7 @@ async def _run_rank(
             lineage=begin.lineage,
             feed=feed,
         )
-        turns = None
-        if feed is not None and settings.inference.colocate == "release":
-            turns = CardTurns(bus, feed.lineage, settings.inference, clock=feed.clock)
-            await turns.begin(restored_step)
-            loops.start_soon(turns.run_beats)
+        turns = await _card_turns(bus, settings, feed, restored_step, loops)
         trainer = Trainer(
             settings=settings,
             runner=runner,
@@ -168,6 +164,18 @@ async def _run_rank(
         if broadcaster is not None:
             broadcaster.close()
         loops.cancel_scope.cancel()
+
+
+async def _card_turns(
+    bus: Bus, settings: Settings, feed: BatchFeed | None, restored_step: int, loops: TaskGroup
+) -> CardTurns | None:
+    """Begin to take turns with servers on the same cards, as rank 0; None where they have their own."""
+    if feed is None or settings.inference.colocate != "release":
+        return None
+    turns = CardTurns(bus, feed.lineage, settings.inference, clock=feed.clock)
+    await turns.begin(restored_step)
+    loops.start_soon(turns.run_beats)
+    return turns
 
 
 async def _start_feed(loops: TaskGroup, feed: BatchFeed, trainer: Trainer) -> None:
