@@ -7,10 +7,12 @@ import yaml
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """What reading YAML raises: dates that are none are a ValueError."""
 _MERGE = "tag:yaml.org,2002:merge"
+MAX_DEPTH = 64
+"""Of what holds what: settings need four, and a thousand brackets take the library a second."""
 
 
-class KeyRefusedError(ValueError):
-    """It is YAML, and one of its keys would be lost or is no name."""
+class RefusedError(ValueError):
+    """It is YAML, and one of its keys would be lost or is no name, or it is nested too deeply."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -19,6 +21,16 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, stream: IO[str] | str) -> None:
         super().__init__(stream)
         self.deep_construct = True  # an alias inside of what it stands for is then refused, not tied into a knot
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > MAX_DEPTH and parent is not None:
+            line = parent.start_mark.line + 1
+            raise RefusedError(f"line {line}: got a value in more than {MAX_DEPTH} others; need fewer brackets")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -27,11 +39,11 @@ class _Loader(yaml.SafeLoader):
                 continue
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise KeyRefusedError(
+                raise RefusedError(
                     f"line {line}: got the key {key!r:.50}, need a name; write it as text, or leave it out"
                 )
             if key in lines:
-                raise KeyRefusedError(
+                raise RefusedError(
                     f"line {line}: got {key} again, need it once; merge it with that of line {lines[key]}"
                 )
             lines[key] = line
@@ -51,7 +63,7 @@ def read_yaml(stream: IO[str] | str) -> Any:
             return loader.get_single_data()
         finally:
             loader.dispose()
-    except (KeyRefusedError, UnicodeDecodeError):
+    except (RefusedError, UnicodeDecodeError):
         raise
     except NOT_YAML as exc:
         raise ValueError(f"not YAML: {' '.join(str(exc).split())}") from exc

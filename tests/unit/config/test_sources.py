@@ -197,7 +197,7 @@ def test_contradiction_names_the_source_of_a_setting_it_is_about(config: Path, w
         ("- a", "got a list, need sections like 'run:' at the top"),
         ("a: \xff", "cannot be read"),
         ("a: 2020-13-45", "not YAML"),
-        ("[" * 1000, "not YAML"),
+        ("[" * 1000, "got a value in more than 64 others"),
     ],
 )
 def test_file_that_holds_no_settings_is_refused(tmp_path: Path, text: str, end: str) -> None:
@@ -222,6 +222,7 @@ def test_file_that_holds_no_settings_is_refused(tmp_path: Path, text: str, end: 
         ("run: {}\n1: 2", "line 2: got the key 1, need a name; write it as text, or leave it out"),
         ("null: 3", "line 1: got the key None, need a name; write it as text, or leave it out"),
         ("run: {on: 3}", "line 1: got the key True, need a name; write it as text, or leave it out"),
+        ("run:\n  seed: " + "[" * 900, "line 2: got a value in more than 64 others; need fewer brackets"),
     ],
 )
 def test_keys_that_would_be_lost_are_refused_with_their_line(tmp_path: Path, text: str, sentence: str) -> None:
