@@ -19,19 +19,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.cuda._pin_memory_utils import pin_memory
 
 from areal_async.errors import PipelineError, UserError
 from areal_async.process.atomic_folders import LEDGER, finish, partial_name
 from areal_async.process.failpoints import failpoint
 from areal_async.trainer.engine.digests import digests, write_sums
+from areal_async.trainer.engine.host_copies import make_copies
 from areal_async.trainer.engine.parallel.dims import local_shard
 from areal_async.trainer.engine.parallel.ranks import Ranks
 
 STATE = "state"
 PARAMETERS = "parameters"
-ALIGNMENT_BYTES = 64
-"""Of each copy in host memory; no type of number needs more."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -67,7 +65,8 @@ class CheckpointWriter:
         self._tensors = tensors_of(states)
         shards = {name: local_shard(tensor) for name, tensor in self._tensors.items()}
         if not self._copies:
-            self._copies = _copies_of(shards, is_pinned=self._ranks.device.type == "cuda")
+            # Shards may lie in host memory, with ``trainer.cpu_offload``: pages are pinned for a GPU to write into.
+            self._copies = make_copies(shards, is_pinned=any(shard.is_cuda for shard in shards.values()))
         torch._foreach_copy_([self._copies[name] for name in shards], list(shards.values()), non_blocking=True)
         if self._ranks.device.type == "cuda":
             torch.cuda.synchronize(self._ranks.device)
@@ -78,23 +77,6 @@ class CheckpointWriter:
         from areal_async.trainer.engine.staged_planner import StagedPlanner
 
         _write(self._tensors, directory, ledger=ledger, ranks=self._ranks, planner=StagedPlanner(self._copies))
-
-
-def _copies_of(shards: Mapping[str, Tensor], *, is_pinned: bool) -> dict[str, Tensor]:
-    """Return uninitialised tensors like these in host memory, cut from one buffer, for the life of the process.
-
-    torch's allocator of pinned memory rounds each size up to a power of two, which would take up to twice as much. Each
-    has a storage of its own size: DCP clones what is part of a larger one, and keeps all clones until it has written
-    the last.
-    """
-    sizes = [-(-shard.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for shard in shards.values()]
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8)
-    if is_pinned:
-        pin_memory(buffer.data_ptr(), buffer.nbytes)
-    return {
-        name: torch.from_numpy(part[: shard.nbytes].numpy()).view(shard.dtype).view(shard.shape)
-        for (name, shard), part in zip(shards.items(), buffer.split(sizes), strict=True)
-    }
 
 
 def save(states: States, directory: Path, *, ledger: bytes, ranks: Ranks) -> None:

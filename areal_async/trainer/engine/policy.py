@@ -144,14 +144,19 @@ class FsdpEngine(TrainedEngine[Scores]):
         return weights.plan(self._model.decoder, self._dtype, max_bytes=max_bytes)
 
     def gather_weights(
-        self, buckets: Sequence[weights.Bucket], *, send: Callable[[Tensor], None] | None = None
+        self,
+        buckets: Sequence[weights.Bucket],
+        *,
+        send: Callable[[Tensor], None] | None = None,
+        into: dict[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Return copies of the weights, as they are served, on the CPU of rank 0; nothing elsewhere.
 
         Args:
             send: takes each bucket's bytes on rank 0's device. It may block, shorter than a collective may take.
+            into: as of ``weights.gather``.
         """
-        return weights.gather(self._model.decoder, buckets, self.dims.all, send=send)
+        return weights.gather(self._model.decoder, buckets, self.dims.all, send=send, into=into)
 
     def plan_adapter(self) -> list[weights.Bucket]:
         """Return the adapters alone, as they are served, for ``gather_weights``. No collective."""

@@ -85,7 +85,11 @@ class ModelEngine(Generic[T]):
         return ModelFolder.of(self._model.decoder, self._source, self._dtype)
 
     def gather_files(
-        self, buckets: Sequence[weights.Bucket] | None = None, *, send: Callable[[Tensor], None] | None = None
+        self,
+        buckets: Sequence[weights.Bucket] | None = None,
+        *,
+        send: Callable[[Tensor], None] | None = None,
+        into: dict[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Return copies, on the CPU, of the tensors of those of the ``folder``'s files that this rank writes.
 
@@ -94,10 +98,12 @@ class ModelEngine(Generic[T]):
         Args:
             buckets: in which they are gathered; by files, else.
             send: as of ``weights.gather``. It may block, shorter than a collective may take.
+            into: as of ``weights.gather``.
         """
         folder, ranks = self.folder, self.dims.all
         holders = folder.holders(ranks.size)
-        return weights.gather(self._model.decoder, buckets or folder.files, ranks, holders=holders, send=send)
+        plan = buckets or folder.files
+        return weights.gather(self._model.decoder, plan, ranks, holders=holders, send=send, into=into)
 
     def _infer(self, rows: Sequence[TrainRow], forward: Callable[[list[PackedRow]], list[Tensor]]) -> list[Tensor]:
         """Return for each row what ``forward`` says of every token in its loss; 0 elsewhere [L]. A collective."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from areal_async.inference.weight_group import describe, flatten, unflatten
 from areal_async.protocol.types import TensorSpec
 from areal_async.trainer.engine.gradient_groups import layer_of
+from areal_async.trainer.engine.host_copies import SideCopies, make_copies
 from areal_async.trainer.engine.lora import BASE, adapters, is_adapter, merge, peft_name
 from areal_async.trainer.engine.parallel.dims import whole_of
 from areal_async.trainer.engine.parallel.ranks import Ranks
@@ -44,16 +45,19 @@ def gather(
     *,
     holders: Mapping[str, int] | None = None,
     send: Callable[[Tensor], None] | None = None,
+    into: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Return copies, on the CPU, of the whole tensors that this rank holds afterwards. A collective.
 
-    What has an adapter comes merged with it. Beside the copies two buckets are whole at once on a rank that holds some
-    of their tensors, or sends them, and a single tensor on the others.
+    What has an adapter comes merged with it. A bucket is copied while it is sent and while the next one is gathered.
+    Beside the copies two buckets are whole at once on a rank that holds some of their tensors, or sends them, and a
+    single tensor on the others.
 
     Args:
         holders: name -> the rank that holds a tensor; rank 0 holds all of them else.
         send: takes each bucket's bytes on rank 0's device, in order, before the next bucket is gathered. The other
             ranks wait meanwhile, in the next collective; where there are holders they pass some function too.
+        into: copies to overwrite and to return (``empty_copies``); new ones else.
     """
     parameters = dict(causal_lm.named_parameters())
     adapted = {f"{name}.weight": module for name, module in adapters(causal_lm).items()}
@@ -68,27 +72,42 @@ def gather(
             return None
         return weight if module is None else merge(weight, adapter[0], adapter[1], module.scale)
 
-    tensors: dict[str, Tensor] = {}
+    own = [
+        [spec for spec in bucket if ranks.rank == (0 if holders is None else holders[spec.name])] for bucket in buckets
+    ]
+    tensors = empty_copies(own) if into is None else into
+    copying = SideCopies(ranks.device)
     deliver = send if ranks.rank == 0 else None
-    for bucket in buckets:
-        wholes: list[Tensor] = []
-        own: list[TensorSpec] = []
+
+    def move(bucket: Bucket, kept: Bucket) -> None:
+        """Gather, keep and send one bucket; only what is being copied is left of it on the device."""
+        wholes: dict[str, Tensor] = {}
         for spec in bucket:
             holder = 0 if holders is None else holders[spec.name]
             whole = whole_on({holder} if send is None else {holder, 0}, spec)
             if whole is not None:
-                wholes.append(whole)
-            if ranks.rank == holder:
-                own.append(spec)
-        if wholes:
-            flat = flatten(wholes)
-            wholes.clear()
-            if deliver is not None:
-                deliver(flat)
-                if len(own) < len(bucket):
-                    flat = _part_of(flat, bucket, own)
-            tensors.update(unflatten(flat.cpu(), own))
+                wholes[spec.name] = whole
+        copying.finish()  # so that no third bucket is whole
+        flat = None if deliver is None else flatten(wholes.values())
+        if flat is not None:
+            wholes = dict(unflatten(flat, bucket))
+        names = [spec.name for spec in kept]
+        copying.start([tensors[name] for name in names], [wholes[name] for name in names])
+        if deliver is not None and flat is not None:
+            deliver(flat)
+
+    for bucket, kept in zip(buckets, own, strict=True):
+        move(bucket, kept)
+    copying.finish()
     return tensors
+
+
+def empty_copies(buckets: Iterable[Bucket], *, is_pinned: bool = False) -> dict[str, Tensor]:
+    """Make room in host memory for all tensors of some buckets (``host_copies``)."""
+    like = {
+        spec.name: torch.empty(spec.shape, dtype=_dtype(spec), device="meta") for bucket in buckets for spec in bucket
+    }
+    return make_copies(like, is_pinned=is_pinned)
 
 
 def witnesses(tensors: Mapping[str, Tensor], *, of: Iterable[TensorSpec] | None = None) -> dict[str, str]:
@@ -125,12 +144,6 @@ def adapter_witnesses(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     layers = [layer for name in tensors if (layer := layer_of(name)) is not None]
     ends = {min(layers), max(layers)}
     return {peft_name(name): _sha256(tensor) for name, tensor in tensors.items() if layer_of(name) in ends}
-
-
-def _part_of(flat: Tensor, bucket: Bucket, own: Bucket) -> Tensor:
-    """Return the bytes of some of a bucket's tensors."""
-    views = dict(unflatten(flat, bucket))
-    return flatten([views[spec.name] for spec in own] or [flat[:0]])
 
 
 def _witness_names(num_dims: Mapping[str, int]) -> list[str]:

@@ -151,6 +151,7 @@ class WeightsPublisher:
             await self.finish()
             self._newest = None
             await self.versions.close()
+            self.versions.weights.close()
 
     async def wait_until_held(self, version: Version, *, should_stop: Callable[[], bool]) -> None:
         """Wait until every unfenced server holds ``version``: nothing older is sampled from now on.

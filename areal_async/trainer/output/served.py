@@ -10,13 +10,18 @@ from areal_async.errors import PipelineError
 from areal_async.inference.commands import choose_backend
 from areal_async.inference.weight_group import flatten, num_bytes
 from areal_async.protocol.types import ADAPTER, DISK, Version, WeightsVersion
+from areal_async.trainer.engine.host_copies import unpin_copies
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine
-from areal_async.trainer.engine.weights import witnesses
+from areal_async.trainer.engine.weights import Bucket, empty_copies, witnesses
 
 
 class ServedWeights:
-    """The weights of one engine, or its adapters."""
+    """The weights of one engine, or its adapters.
+
+    The memory of a version that is written or let go of (``take_back``) is that of the next one to be gathered: a GPU
+    copies into it without the processor (``host_copies``). One version's is kept so, until ``close``.
+    """
 
     def __init__(
         self, engine: FsdpEngine, *, bucket_bytes: int, is_adapter: bool = False, is_broadcast: bool = False
@@ -31,6 +36,8 @@ class ServedWeights:
         self._is_broadcast = is_broadcast
         self._folder = engine.folder
         self.buckets = engine.plan_adapter() if is_adapter else engine.plan_buckets(max_bytes=bucket_bytes)
+        self._is_pinned = engine.dims.all.device.type == "cuda"
+        self._spare: list[dict[str, Tensor]] = []
 
     def gather(self, send: Callable[[Tensor], None] = lambda _: None) -> dict[str, Tensor]:
         """Return copies of the tensors that this rank writes, on the CPU. A collective.
@@ -38,9 +45,26 @@ class ServedWeights:
         Args:
             send: takes each bucket's bytes, on rank 0's device, where weights are broadcast (``weights.gather``).
         """
+        into = self._spare.pop() if self._spare else empty_copies(self._own(), is_pinned=self._is_pinned)
         if self._is_adapter:
-            return self._engine.gather_weights(self.buckets)
-        return self._engine.gather_files(self.buckets, send=send) if self._is_broadcast else self._engine.gather_files()
+            return self._engine.gather_weights(self.buckets, into=into)
+        if self._is_broadcast:
+            return self._engine.gather_files(self.buckets, send=send, into=into)
+        return self._engine.gather_files(into=into)
+
+    def take_back(self, tensors: dict[str, Tensor]) -> None:
+        """Have a version's copies overwritten by a later one: nobody reads them any more. From any thread."""
+        if not self._spare:
+            self._spare.append(tensors)
+        elif self._is_pinned:
+            unpin_copies(tensors)
+
+    def close(self) -> None:
+        """Give up the memory that waits for a version."""
+        while self._spare:
+            tensors = self._spare.pop()
+            if self._is_pinned:
+                unpin_copies(tensors)
 
     @property
     def num_bytes(self) -> int:
@@ -70,7 +94,7 @@ class ServedWeights:
     def write(self, tensors: dict[str, Tensor], version: Version, directory: Path, ranks: Ranks) -> WeightsVersion:
         """Write gathered tensors into ``directory/<version>``, atomically; return what is announced, on rank 0.
 
-        A collective, from any thread of which these are the ranks.
+        They are taken back. A collective, from any thread of which these are the ranks.
 
         Raises:
             PipelineError: some rank could not write; raised on every rank.
@@ -81,7 +105,9 @@ class ServedWeights:
         else:
             hashes = self._folder.write_together(tensors, folder, ranks)
             served = (spec for bucket in self.buckets for spec in bucket)
-            proofs = ranks.gather_entries(witnesses(tensors, of=served))
+            own = witnesses(tensors, of=served)
+            self.take_back(tensors)  # before any rank returns from the next collective, and gathers again
+            proofs = ranks.gather_entries(own)
         return WeightsVersion(
             version=str(version),
             path=str(folder.resolve()),
@@ -89,6 +115,12 @@ class ServedWeights:
             tensors_sha256=proofs,
             kind=ADAPTER if self._is_adapter else DISK,
         )
+
+    def _own(self) -> list[Bucket]:
+        """Return the tensors that this rank writes."""
+        ranks = self._engine.dims.all
+        holders = {} if self._is_adapter else self._folder.holders(ranks.size)
+        return [[spec for spec in bucket if holders.get(spec.name, 0) == ranks.rank] for bucket in self.buckets]
 
     def _write_adapter(
         self, tensors: dict[str, Tensor], folder: Path, ranks: Ranks
@@ -100,6 +132,7 @@ class ServedWeights:
             if ranks.rank == 0:
                 hashes = self._engine.write_adapter(tensors, folder)
                 proofs = self._engine.adapter_witnesses(tensors)
+            self.take_back(tensors)
         return hashes, proofs
 
 

@@ -56,7 +56,8 @@ class VersionWriter:
 
     async def let_go(self) -> None:
         """Drop the oldest version that is kept, on every rank. Rank 0's alone."""
-        self._kept.popleft()
+        _, tensors = self._kept.popleft()
+        self.weights.take_back(tensors)
         await self._order(LET_GO)
 
     async def run(self) -> None:
@@ -92,9 +93,11 @@ class VersionWriter:
         with anyio.fail_after(self._orders.deadline_s):  # rank 0 has gathered it, so this rank is about to
             while not self._kept:
                 await self._changed.wait()
-        kept = self._kept.popleft()
+        version, tensors = self._kept.popleft()
         if order == WRITE:
-            jobs.start_soon(self._write, *kept)
+            jobs.start_soon(self._write, version, tensors)
+        else:
+            self.weights.take_back(tensors)
 
     async def _order(self, order: bytes | None = None) -> bytes:
         """Give rank 0's order, or return it on the others."""

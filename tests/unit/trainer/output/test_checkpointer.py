@@ -17,6 +17,7 @@ from areal_async.telemetry import wait_graph
 from areal_async.trainer.engine import checkpoint
 from areal_async.trainer.engine.checkpoint import ACTOR, CheckpointWriter
 from areal_async.trainer.engine.engines import Engines
+from areal_async.trainer.engine.host_copies import ALIGNMENT_BYTES
 from areal_async.trainer.engine.parallel.dims import local_shard
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
@@ -181,6 +182,6 @@ async def test_copies_are_cut_from_one_buffer_as_large_as_what_is_copied(station
 
     copies = station.writer._copies.values()
     begins, ends = (sorted(one.data_ptr() + size * one.nbytes for one in copies) for size in (0, 1))
-    assert all(end <= begin < end + checkpoint.ALIGNMENT_BYTES for begin, end in zip(begins[1:], ends, strict=False))
+    assert all(end <= begin < end + ALIGNMENT_BYTES for begin, end in zip(begins[1:], ends, strict=False))
     num_bytes = sum(local_shard(one).nbytes for one in checkpoint.tensors_of({ACTOR: station.engine.trained}).values())
     assert num_bytes == sum(one.nbytes for one in copies)
