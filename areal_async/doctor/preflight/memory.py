@@ -162,6 +162,14 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
         """Return the size of the served weights."""
         return NUM_BYTES[dtype] * self.num_parameters
 
+    def bucket_bytes(self, settings: Settings) -> int:
+        """Return the largest bucket that a broadcast beside a step has; 0 where there is none. On rank 0 alone."""
+        if settings.inference.weight_transfer != "distributed":
+            return 0
+        number = NUM_BYTES[settings.model.dtype]
+        largest = number * self.vocab * self.hidden  # goes alone, whatever its size
+        return min(max(settings.inference.bucket_bytes, largest), number * self.num_parameters)
+
     def cache_bytes_per_token(self, *, dtype: str) -> int:
         """Return what a token takes in a server's cache of keys and values."""
         return 2 * self.num_layers * self.kv_width * NUM_BYTES[dtype]
@@ -175,11 +183,18 @@ def check_memory(settings: Settings, machine: Machine, sizes: dict[str, ModelSiz
     """
     rank_bytes = bytes_of_rank(settings, sizes, offloads=bool(machine.gpus) and settings.trainer.cpu_offload)
     if machine.gpus:
+        # A bucket is put onto rank 0's GPU where it is sent, while the next step runs there.
+        rank_bytes += sizes["actor"].bucket_bytes(settings)
         yield from _on_gpus(settings, machine.gpus, sizes["actor"], rank_bytes)
         if machine.memory_bytes is not None:
             yield _beside_gpus(settings, machine.memory_bytes, len(machine.gpus), sizes)
     elif machine.memory_bytes is not None:
         yield _on_host(settings, machine.memory_bytes, sizes["actor"], rank_bytes + _beside_bytes(settings, sizes))
+
+
+def _sent_bytes(settings: Settings, size: ModelSize) -> int:
+    """Return what rank 0 has in the host's memory of a broadcast from files: a bucket's tensors, and these joined."""
+    return 2 * size.bucket_bytes(settings)
 
 
 def _beside_bytes(settings: Settings, sizes: dict[str, ModelSize]) -> int:
@@ -198,7 +213,8 @@ def _beside_gpus(settings: Settings, memory_bytes: int, num_gpus: int, sizes: di
         rank_bytes += bytes_of_rank(settings, sizes, offloads=False) - bytes_of_rank(settings, sizes, offloads=True)
     num_ranks = min(settings.trainer.num_ranks, num_gpus)
     check = f"host memory of {num_ranks} ranks with GPUs"
-    return _judge(check, num_ranks * rank_bytes, memory_bytes, where="this host", cure="raise trainer.num_ranks")
+    total = num_ranks * rank_bytes + _sent_bytes(settings, sizes["actor"])
+    return _judge(check, total, memory_bytes, where="this host", cure="raise trainer.num_ranks")
 
 
 def bytes_of_rank(settings: Settings, sizes: dict[str, ModelSize], *, offloads: bool) -> int:
@@ -254,6 +270,7 @@ def _on_host(settings: Settings, memory_bytes: int, size: ModelSize, rank_bytes:
     server = 2 * size.weights_bytes(dtype=dtype) + num_tokens * size.cache_bytes_per_token(dtype=dtype)
     num_ranks, num_servers = settings.trainer.num_ranks, served.num_servers
     total = num_ranks * (rank_bytes + PROCESS_BYTES) + num_servers * (server + PROCESS_BYTES) + 2 * PROCESS_BYTES
+    total += _sent_bytes(settings, size)
     check = f"memory of {num_ranks} ranks and {num_servers} servers"
     cure = "lower trainer.token_budget, inference.max_running_requests or inference.num_servers"
     return _judge(check, total, memory_bytes, where="this host", cure=cure)

@@ -179,6 +179,31 @@ def test_a_host_beside_gpus_holds_what_ranks_are_to_write() -> None:
     assert QWEN_1B5.version_bytes(trainer, dtype="bfloat16") == pytest.approx(2 * 1.5437e9 / 3, rel=1e-3)
 
 
+@pytest.mark.parametrize(("bucket_bytes", "largest"), [(1 << 29, 1 << 29), (1 << 20, 2 * 151_936 * 1536)])
+def test_a_broadcast_beside_a_step_has_a_bucket_on_the_gpu_and_two_on_the_host(bucket_bytes: int, largest: int) -> None:
+    """Of rank 0 alone on the host, and at least the embedding, which is larger than small buckets."""
+    gpus, there = (Gpu("large", 80 * 10**9, 80 * 10**9),) * 4, 10**12
+    for machine, on_gpu in ((_machine(*gpus, memory_bytes=there), True), (_machine(memory_bytes=there), False)):
+        sent, written = (
+            [
+                float(one.saw.split()[1])
+                for one in check_memory(_served(transfer, bucket_bytes), machine, {"actor": QWEN_1B5})
+                if "rank" in one.check
+            ]
+            for transfer in ("distributed", "disk")
+        )
+        second_version = 4 * QWEN_1B5.version_bytes(TrainerSettings(num_ranks=4), dtype="bfloat16")
+        more = [largest] * on_gpu + [2 * largest + second_version]
+        assert [a - b for a, b in zip(sent, written, strict=True)] == pytest.approx(
+            [one / 1e9 for one in more], abs=0.11
+        )
+
+
+def _served(transfer: str, bucket_bytes: int) -> Settings:
+    given = {"backend": "embedded", "weight_transfer": transfer, "bucket_bytes": bucket_bytes}
+    return _settings(num_ranks=4).model_copy(update={"inference": InferenceSettings.model_validate(given)})
+
+
 def test_copies_for_checkpoints_are_counted_where_ranks_share_the_hosts_memory() -> None:
     """Twelve bytes a parameter: 18.5 GB of 1.5 B; with replicas as often as there are these."""
     assert QWEN_1B5.copies_bytes(TrainerSettings(num_ranks=4)) == pytest.approx(12 * 1.5437e9 / 4, rel=1e-3)
