@@ -58,7 +58,10 @@ def import_file(path: Path, *, what: str, root: Path | None = None) -> ModuleTyp
                 f"it calls sys.exit({exc.code!r}) as it is imported; do that where __name__ == '__main__' alone"
             ) from exc
         if isinstance(exc, ModuleNotFoundError):
-            raise ModuleNotFoundError(f"{exc}, neither installed, nor in {root_entry}, nor beside the file") from exc
+            message = (
+                f"{exc}, neither installed, nor in {root_entry}, nor beside the file; {_where_to_get(exc, location)}"
+            )
+            raise ModuleNotFoundError(message, name=exc.name) from exc
         raise
     return module
 
@@ -162,6 +165,16 @@ def _refuse_strangers(location: Path, what: str) -> None:
                     f"{what}: imports {name}, got the one in {home}, which another file has imported already, need "
                     f"{file}; give one of them another name"
                 )
+
+
+def _where_to_get(missing: ModuleNotFoundError, location: Path) -> str:
+    """Say what to do for a module to be found: a project's files are often started from outside of it."""
+    parts = (missing.name or "").split(".")
+    for folder in location.parents[1:]:
+        module = folder.joinpath(*parts)
+        if parts[0] and (module.with_suffix(".py").is_file() or (module / "__init__.py").is_file()):
+            return f"start in {folder}, which has it"
+    return "install it, or start in the folder that has it"
 
 
 def _home_of(name: str) -> Path | None:

@@ -111,3 +111,23 @@ def test_what_is_beside_a_workflow_is_hashed_with_it_and_its_lines_are_the_users
     assert [Path(name).name for name in before] == ["beside.py", "down.py", "play.py"]
     assert differing(before, source_hashes([f"{folder}/play.py"], root=root)) == [f"{folder}/deeper/down.py"]
     assert UserCode(folder / "play.py", root=root).owns(str(folder / "deeper" / "down.py"))
+
+
+@pytest.mark.parametrize("is_in_project", [True, False])
+def test_a_module_that_is_not_found_is_told_with_the_folder_to_start_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_project: bool
+) -> None:
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    _write(project / "flows", play="from marks.half import half\n")
+    if is_in_project:
+        _write(project / "marks", __init__="", half="half = 0.5\n")
+    monkeypatch.chdir(elsewhere)
+
+    with pytest.raises(UserError) as caught:
+        import_named(f"{project}/flows/play.py", what="workflow")
+
+    advice = f"start in {project}, which has it" if is_in_project else "install it, or start in the folder that has it"
+    assert str(caught.value).endswith(
+        f"No module named 'marks', neither installed, nor in {elsewhere}, nor beside the file; {advice}"
+    )
