@@ -119,11 +119,15 @@ class WeightsPublisher:
             if newest is None or newest is not self._newest or self._publishing.locked() or not self.writing.is_idle:
                 behind_before = set()  # some are given it right now
                 continue
-            is_unreadable = newest.path and any(state.unreadable for state, _ in servers.values())
-            if is_unreadable and (newest.version, newest.path) != whole:
+            # Files that were whole at one complaint may be damaged at the next.
+            complaints = {key: state.unreadable for key, (state, _) in servers.items() if state.unreadable}
+            seen = (newest.version, newest.path, complaints)
+            if not complaints:
+                whole = None
+            elif newest.path and seen != whole:
                 try:
                     await anyio.to_thread.run_sync(check_files, newest)
-                    whole = newest.version, newest.path
+                    whole = seen
                 except StagingFault as exc:
                     if newest is self._newest:
                         raise PipelineError(f"{exc}; a trainer that starts again writes them anew") from exc

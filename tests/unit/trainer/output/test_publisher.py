@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
@@ -18,7 +19,7 @@ from areal_async.bus import Bus, Role
 from areal_async.config.settings import InferenceSettings, Settings
 from areal_async.errors import PipelineError
 from areal_async.inference.faults import StagingFault
-from areal_async.inference.swap import Staging
+from areal_async.inference.swap import Staging, check_files
 from areal_async.inference.weight_group import GLOO
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.types import ADAPTER, DISK, UpdateGroup, Version, WeightsVersion
@@ -469,6 +470,34 @@ async def test_trainer_ends_where_a_server_cannot_read_files_that_are_damaged_an
 
         with pytest.raises(PipelineError, match=r"1-2/model.safetensors has hash .*; a trainer that starts again"):
             await publisher.run_repairs()
+
+
+async def test_files_that_were_whole_at_one_complaint_are_looked_at_again_at_the_next(
+    open_role: OpenRole, tmp_path: Path, engine: FsdpEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.trainer.output.publisher.REPAIR_POLL_S", 0.02)
+    is_seen_whole = anyio.Event()
+
+    def look(weights: WeightsVersion) -> None:
+        check_files(weights)
+        anyio.from_thread.run_sync(is_seen_whole.set)
+
+    monkeypatch.setattr("areal_async.trainer.output.publisher.check_files", look)
+    bus, server = await open_role(Role.TRAINER), Server(await open_role(Role.NODE), "0-0")
+    await server.say(unreadable="not visible here")
+
+    async def damage() -> None:
+        await is_seen_whole.wait()
+        (tmp_path / "weights" / "1-1" / "model.safetensors").write_bytes(b"")
+        await server.say(unreadable="it has another hash")
+
+    async with publishing(bus, tmp_path, engine) as publisher:
+        await publisher.publish(Version(1, 1))
+        await publisher.finish()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(damage)
+            with anyio.fail_after(20), pytest.raises(PipelineError, match=r"1-1/model.safetensors has hash"):
+                await publisher.run_repairs()
 
 
 @pytest.mark.parametrize(
