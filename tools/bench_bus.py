@@ -1,6 +1,7 @@
 """What durability costs: our publishing and settling of trajectories beside raw nats-py, on the same broker.
 
     python -m tools.bench_bus                            # 16 KB trajectories, groups of 16, `sync_interval: always`
+    python -m tools.bench_bus --replicas 3               # publishing to three servers, on this host, beside one
 
 Every figure is trajectories per second over the same messages (a group's sixteen travel in one):
 
@@ -13,7 +14,8 @@ and read         ours also gets every payload directly, verifies its checksums a
 
 The client that takes is a process of its own, as a trainer is. In every round both do the same, one right after the
 other and each first in turn; the ratio is the median of the rounds' ratios, so that what else the machine does meets
-both. Exits with 1 below 0.8 for the first ratio or 1.2 for the second; the third has no bound.
+both. With ``--replicas 3`` the cluster's three servers share this host, so the ratio says what three copies cost at
+most. Exits with 1 below 0.8 for the first ratio or 1.2 for the second; the third has no bound.
 """
 
 import argparse
@@ -421,6 +423,47 @@ def print_row(name: str, cells: Iterable[str]) -> None:
     print(f"{name:<16}" + "".join(f"{cell:>16}" for cell in cells))
 
 
+async def measure_copies(arguments: argparse.Namespace) -> bool:
+    """Print publishing to a cluster of three, which keeps as many copies, beside publishing to one broker; True."""
+    from tests.clusters import running_cluster
+
+    num_made = 0
+
+    async def publish(bus: Bus, receipts: PublishLog) -> float:
+        nonlocal num_made
+        num_made += arguments.groups
+        groups = make_groups(arguments.groups, num_bytes=arguments.bytes, first=num_made)
+        duration_s = await seconds(publish_ours(bus, receipts, groups))
+        await operators[bus].api.ask(f"$JS.API.STREAM.PURGE.{bus.names.trajectories_stream}")
+        return duration_s
+
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
+        directory = Path(folder)
+        settings = bench_settings(directory)
+        async with AsyncExitStack() as stack:
+            broker = EmbeddedBroker(settings)
+            await broker.start()
+            stack.push_async_callback(broker.aclose)
+            cluster = await stack.enter_async_context(running_cluster(directory, settings.names))
+            of_one = await connect(stack, settings, broker.url, Role.OPERATOR)
+            of_three = await stack.enter_async_context(cluster.connected(Role.OPERATOR))
+            await declare(of_one, settings)
+            await declare(of_three, cluster.seen_from(settings, replicas=arguments.replicas))
+            one = await connect(stack, settings, broker.url, Role.NODE)
+            three = await stack.enter_async_context(cluster.connected(Role.NODE))
+            operators = {one: of_one, three: of_three}
+            receipts = PublishLog(directory, "bench")
+            rounds = await compare(
+                lambda: publish(three, receipts), lambda: publish(one, receipts), num_rounds=arguments.rounds
+            )
+    print_row("trajectories/s", ["publish"])
+    for name, durations in zip(("three servers", "one broker"), zip(*rounds, strict=True), strict=True):
+        print_row(name, [f"{arguments.groups * GROUP_SIZE / statistics.median(durations):.0f}"])
+    ratios = [one_s / three_s for three_s, one_s in rounds]
+    print_row("ratio", [f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"])
+    return True
+
+
 async def compare(
     ours: Callable[[], Awaitable[float]], raw: Callable[[], Awaitable[float]], *, num_rounds: int
 ) -> list[tuple[float, float]]:
@@ -443,13 +486,14 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=16 << 10, help="of one trajectory")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
+    parser.add_argument("--replicas", type=int, default=1, choices=(1, 3), help="3: a cluster beside one broker")
     parser.add_argument("--taker-of", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.taker_of:
         anyio.run(run_taker, arguments.directory, arguments.taker_of, backend_options={"use_uvloop": True})
         return
-    is_fast_enough: bool = anyio.run(measure, arguments, backend_options={"use_uvloop": True})
-    sys.exit(0 if is_fast_enough else 1)
+    measured = measure_copies if arguments.replicas > 1 else measure
+    sys.exit(0 if anyio.run(measured, arguments, backend_options={"use_uvloop": True}) else 1)
 
 
 if __name__ == "__main__":

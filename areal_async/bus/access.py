@@ -11,15 +11,26 @@ from areal_async.bus.private import read_private
 from areal_async.errors import UserError
 
 
-def check_url(url: str) -> None:
-    """Raise UserError for what is no broker's address."""
-    try:
-        parts = urlsplit(url)
-        is_valid = parts.scheme in ("nats", "tls") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_valid = False
-    if not is_valid:
-        raise UserError(f"bus.url: got {url!r}, need nats://host:port or tls://host:port")
+def addresses_of(url: str) -> list[str]:
+    """Return the addresses in ``bus.url``: of one broker, or of several servers of one cluster, with commas between.
+
+    Raises:
+        UserError: one of them is no broker's address, or some want TLS and some do not.
+    """
+    addresses = [one.strip() for one in url.split(",")]
+    schemes = set()
+    for one in addresses:
+        try:
+            parts = urlsplit(one)
+            is_valid = parts.scheme in ("nats", "tls") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_valid = False
+        if not is_valid:
+            raise UserError(f"bus.url: got {url!r}, need nats://host:port or tls://host:port")
+        schemes.add(parts.scheme)
+    if len(schemes) > 1:
+        raise UserError(f"bus.url: got {url!r}, need nats:// or tls:// for all of them")
+    return addresses
 
 
 def authentication_of(credentials: Path | None) -> dict[str, Any]:

@@ -11,12 +11,17 @@ from uuid import uuid4
 import anyio
 import msgspec
 
-from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, Received
+from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, NoAnswerError, Received
+from areal_async.bus.seen import Seen
 from areal_async.errors import BusError, StreamFullError, WireError
 from areal_async.protocol import wire
 
 TRY_DEADLINE_S = 5.0
 """One try; the connection's loss ends it sooner."""
+CLUSTER_TRY_S = 3.0
+"""One try at a cluster, which drops what is asked of a stream that is electing its leader, for 4 to 7 seconds."""
+SILENT_TRIES = 3
+"""Tries of one request without an answer, in a row, before another server is asked: longer than any election."""
 FIRST_DELAY_S = 0.01
 MAX_DELAY_S = 1.0
 
@@ -25,6 +30,11 @@ STORE_FAILED = 10077
 """Also what a full stream answers, with a description that says so."""
 STREAM_NOT_FOUND = 10059
 CONSUMER_NOT_FOUND = 10014
+IN_PROCESS = 10158
+"""What a cluster answers to a message of which it is just storing another copy."""
+NOT_LEADER, STREAM_OFFLINE, CONSUMER_OFFLINE = 10009, 10118, 10119
+PASSING = (IN_PROCESS, NOT_LEADER, STREAM_OFFLINE, CONSUMER_OFFLINE)
+"""Errors of a cluster that pass by themselves, beside those of the codes 429 and 503."""
 
 
 class Published(NamedTuple):
@@ -102,10 +112,24 @@ class JetStreamApi:
     def __init__(self, connection: Connection, operation_deadline_s: float) -> None:
         self.connection = connection
         self.operation_deadline_s = operation_deadline_s
+        self.seen = Seen()
+        self.answering_since_s = anyio.current_time()
+        """Since when each request has been answered at its first try, by this loop's clock: a key that did not change
+        while the broker did not answer is nobody's silence."""
+
+    def note_trouble(self) -> None:
+        """Take in that a request was not answered as it should be: a broker restarts, a leader is elected."""
+        self.seen = Seen()
+        self.answering_since_s = anyio.current_time()
 
     def retry(self, what: str) -> Retry:
         """Start the clock of one operation."""
         return Retry(what, self.operation_deadline_s)
+
+    @property
+    def try_s(self) -> float:
+        """How long one try waits for its answer."""
+        return CLUSTER_TRY_S if self.connection.is_clustered else TRY_DEADLINE_S
 
     async def wait_connected(self, retry: Retry) -> None:
         """Wait for the connection, within the operation's deadline."""
@@ -123,18 +147,36 @@ class JetStreamApi:
             BusError: no answer within the operation's deadline, or the subject is denied.
         """
         retry = self.retry(f"request to {subject}")
+        num_silent = 0
         while True:
             await self.wait_connected(retry)
+            num_losses = self.connection.num_losses
             try:
                 answer = await self.connection.request(
-                    subject, payload, deadline_s=min(TRY_DEADLINE_S, retry.remaining_s), headers=headers
+                    subject, payload, deadline_s=min(self.try_s, retry.remaining_s), headers=headers
                 )
                 if answer.status != NO_RESPONDERS:
                     return answer
-                retry.last_seen = "nothing listens there: the stream does not exist"
+                retry.last_seen = "nothing listens there: the stream does not exist, or is electing its leader"
+            except NoAnswerError as exc:
+                retry.last_seen = str(exc)
+                num_silent += 1
+                await self.leave_silent_server(num_losses, num_silent)
             except ConnectionLostError as exc:
                 retry.last_seen = str(exc)
+                num_silent = 0
+            self.note_trouble()
             await retry.pause()
+
+    async def leave_silent_server(self, num_losses: int, num_silent: int = SILENT_TRIES) -> None:
+        """Connect to another server of the cluster after tries that this one has not answered.
+
+        Args:
+            num_losses: the connection's count when the request was sent: of many at once, the first one leaves.
+            num_silent: how many tries there were in a row.
+        """
+        if num_silent % SILENT_TRIES == 0 and self.connection.num_losses == num_losses:
+            await self.connection.go_elsewhere()
 
     async def ask(
         self, subject: str, body: Mapping[str, Any] | bytes = b"", headers: Mapping[str, str] | None = None
@@ -157,9 +199,10 @@ class JetStreamApi:
             error = (MissingError if is_missing else ApiError)(subject, answer["error"])
             if error.is_full:
                 raise StreamFullError(f"message to {subject}: {error.description}; wait until some are gone") from error
-            if answer["error"].get("code") not in (429, 503):
+            if answer["error"].get("code") not in (429, 503) and error.err_code not in PASSING:
                 raise error
             retry.last_seen = str(error)
+            self.note_trouble()
             await retry.pause()
 
     async def store(
@@ -171,4 +214,6 @@ class JetStreamApi:
             BusError: as ``ask``.
         """
         answer = await self.ask(subject, data, {**(headers or {}), "Nats-Msg-Id": msg_id or uuid4().hex})
-        return Published(int(answer["seq"]), bool(answer.get("duplicate")))
+        sequence = int(answer["seq"])
+        self.seen.note(str(answer["stream"]), sequence)
+        return Published(sequence, bool(answer.get("duplicate")))

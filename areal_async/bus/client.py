@@ -50,6 +50,21 @@ class Client(nats.aio.client.Client):
             raise NoTlsError("no TLS")
         return bytes(super()._connect_command())
 
+    @property
+    def has_other_server(self) -> bool:
+        """Whether it knows another server than the one that it is connected to."""
+        return len(self._server_pool) > 1
+
+    async def force_reconnect(self) -> None:
+        """Connect to another server if there is one."""
+        self._server_pool.sort(key=lambda one: one is self._current_server)  # it is tried last
+        await super().force_reconnect()
+
+    async def parse_headers(self, raw: bytes) -> dict[str, str]:
+        """Return the headers of a message that was not delivered, but stands in an answer; also what is added here."""
+        parsed = await self._process_headers(raw) or {}
+        return {**parsed, FORWARDED: "1"} if _READ_MARK in raw else parsed
+
     # The library's own would end the read loop, and with it the connection, over a subject that is no UTF-8.
     def _build_message(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None

@@ -6,6 +6,7 @@ what is wrong in one sentence; and a connection that the broker ended for good f
 """
 
 import asyncio
+import random
 import re
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -22,7 +23,7 @@ import nats.aio.subscription
 import nats.errors
 import structlog
 
-from areal_async.bus.access import authentication_of, check_url, trust_of
+from areal_async.bus.access import addresses_of, authentication_of, trust_of
 from areal_async.bus.client import Client, NoTlsError
 from areal_async.bus.permissions import Role
 from areal_async.errors import BusError, DeniedError, UnreachableError, UserError
@@ -43,6 +44,8 @@ MAX_QUEUED_BYTES = 1 << 30
 
 NO_RESPONDERS = "503"
 """The status with which the broker answers a request that nobody listens for."""
+UNAVAILABLE = 503
+"""The code in an answer of JetStream that passes by itself."""
 
 _DENIED = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]+)\"", re.IGNORECASE)
 
@@ -51,6 +54,10 @@ log = structlog.get_logger()
 
 class ConnectionLostError(BusError):
     """No answer came, and none will: it may or may not have been carried out. Retry."""
+
+
+class NoAnswerError(ConnectionLostError):
+    """Nothing answered in time over a connection that is there: the server may be cut off from its cluster."""
 
 
 class Received(NamedTuple):
@@ -77,6 +84,11 @@ class Connection:
     """A named, authenticated connection that reconnects until it is closed. Made by ``connect``."""
 
     def __init__(self, url: str, *, name: str, role: Role) -> None:
+        """Prepare it.
+
+        Args:
+            url: of the broker; of a cluster, several servers with commas between, and the first is tried first.
+        """
         self.url = url
         self.name = name
         self.role = role
@@ -124,13 +136,14 @@ class Connection:
         """Send one request and return its one answer.
 
         Raises:
-            ConnectionLostError: the connection broke meanwhile, or nothing answered within ``deadline_s``.
+            NoAnswerError: nothing answered within ``deadline_s``.
+            ConnectionLostError: the connection broke meanwhile.
             BusError: the subject is denied to this role, or the message is too large for the broker.
         """
         with self.call(subject) as call, anyio.move_on_after(deadline_s):
             await call.send(payload, headers)
             return await call.receive()
-        raise ConnectionLostError(f"request to {subject}: no answer from {self.url} within {deadline_s:g} s")
+        raise NoAnswerError(f"request to {subject}: no answer from {self.url} within {deadline_s:g} s")
 
     def call(self, subject: str) -> "PendingRequest":
         """Return a request that may have many answers, as a context manager."""
@@ -192,6 +205,12 @@ class Connection:
         if (action, subject.lower()) in self._denied:
             raise DeniedError(f"{action} to {subject}: denied to the role {self.role}")
 
+    async def go_elsewhere(self) -> None:
+        """Leave this server of a cluster for another one; of a broker that is alone nothing is left."""
+        if self.is_connected and self.client.has_other_server:
+            log.warning("bus.server_left", connection=self.name, server=self.server_info.get("server_name"))
+            await self.client.force_reconnect()
+
     async def aclose(self, deadline_s: float = 2.0) -> None:
         """Wait until what was sent has arrived, then close. Every request that still waits fails."""
         with anyio.CancelScope(shield=True):
@@ -208,7 +227,8 @@ class Connection:
     async def open(self, authentication: Mapping[str, Any]) -> None:
         """Connect and authenticate; for ``connect``, which also checks who answers."""
         await self.client.connect(
-            self.url,
+            addresses_of(self.url),
+            dont_randomize=True,  # in turn: another server than the one that was lost comes first
             name=self.name,
             inbox_prefix=self.role.inbox_prefix,
             allow_reconnect=False,  # until the first handshake has succeeded: what fails there is to be told
@@ -238,6 +258,11 @@ class Connection:
     def server_info(self) -> dict[str, Any]:
         """What the broker said about itself when it greeted."""
         return dict(self.client._server_info)
+
+    @property
+    def is_clustered(self) -> bool:
+        """Whether the broker is a cluster: what it stores may have copies, of which only the leader's is up to date."""
+        return bool(self.client._server_info.get("cluster"))
 
     def check_open(self) -> None:
         """Raise BusError when the connection ended for good."""
@@ -338,6 +363,7 @@ async def connect(
     """Connect to a broker that is new enough to keep our promises.
 
     Args:
+        url: ``nats://host:port`` or ``tls://host:port``; of a cluster also several, with commas between.
         name: Shown by the broker's own tools.
         credentials: A file with an nkey's seed, or a ``.creds`` file; ``None`` for a broker without authentication.
         ca: Certificates (PEM) of the authority that signed the broker's; ``None`` for those the system trusts.
@@ -346,13 +372,14 @@ async def connect(
         UserError: no address, not trusted, refused, too old, or without JetStream.
         UnreachableError: no answer within ``deadline_s``.
     """
-    check_url(url)
+    addresses = addresses_of(url)
     authentication = authentication_of(credentials) | trust_of(url, ca)
     last_error: Exception | None = None
+    random.shuffle(addresses)  # else all of a run's processes would be one server's
     with anyio.move_on_after(deadline_s):
         while True:
             async with AsyncExitStack() as stack:
-                connection = Connection(url, name=name, role=role)
+                connection = Connection(",".join(addresses), name=name, role=role)
                 stack.push_async_callback(connection.aclose)
                 try:
                     await connection.open(authentication)
@@ -366,6 +393,7 @@ async def connect(
                     return connection
                 finally:
                     last_error = last_error or connection.last_error
+            addresses.append(addresses.pop(0))
             await anyio.sleep(RECONNECT_WAIT_S)
     reason = "no answer" if last_error is None else str(last_error) or repr(last_error)
     raise UnreachableError(f"broker {url}: not reachable within {deadline_s:g} s ({reason}); start it or set bus.url")
@@ -406,6 +434,9 @@ async def _check_jetstream(connection: Connection) -> None:
     answer = await connection.request("$JS.API.INFO", deadline_s=CONNECT_TRY_S)
     if answer.status == NO_RESPONDERS:
         raise UserError(f"broker {connection.url}: JetStream is not enabled there; enable it for this account")
-    level = msgspec.json.decode(answer.data).get("api", {}).get("level", 0)
+    told = msgspec.json.decode(answer.data)
+    if told.get("error", {}).get("code") == UNAVAILABLE:  # a cluster that is electing its leader
+        raise ConnectionLostError(str(told["error"].get("description")))
+    level = told.get("api", {}).get("level", 0)
     if level < MIN_API_LEVEL:
         raise UserError(f"broker {connection.url}: got JetStream API level {level}, need {MIN_API_LEVEL} or newer")

@@ -212,7 +212,9 @@ class Inbox:
     def _on_received(self, received: Received) -> None:
         if received.status is None:
             connection = self._api.connection
-            self._arrived.append(Delivery(connection, received, connection.num_losses))
+            delivery = Delivery(connection, received, connection.num_losses)
+            self._api.seen.note(delivery.stream, delivery.sequence)
+            self._arrived.append(delivery)
         elif received.subject == f"{self._prefix}.{self._num_pulls}" and received.status != "100":
             self._status = received
         self._changed.ring()
@@ -224,9 +226,12 @@ async def settle(connection: Connection, deliveries: Sequence[Delivery]) -> list
     A consumer handles its acks in the order in which they come, and on a WorkQueue stream an ack removes
     (and, under ``sync_interval: always``, syncs) the message before the next is looked at: when the last
     one of a chunk is confirmed over an unbroken connection, the whole chunk is durable. Where that cannot
-    be said, each one left is asked for by itself. What is unconfirmed was forgotten by a restarted broker; it is
-    delivered again, and can then be settled by either delivery.
+    be said, each one left is asked for by itself: in a cluster always, as an ack may get lost between its servers, or
+    reach a leader that is none any more, and the next one another. What is unconfirmed was forgotten by a restarted
+    broker; it is delivered again, and can then be settled by either delivery.
     """
+    if connection.is_clustered:
+        return await _settle_singly(deliveries)
     for start in range(0, len(deliveries), SETTLE_CHUNK):
         chunk = deliveries[start : start + SETTLE_CHUNK]
         num_losses = connection.num_losses

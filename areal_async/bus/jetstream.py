@@ -84,6 +84,11 @@ class Bus(Keys):
         self.role = connection.role
         self._full_turn = anyio.Lock()
 
+    @property
+    def is_clustered(self) -> bool:
+        """Whether the broker is a cluster: what is read there decides nothing before a compare-and-set went well."""
+        return self.connection.is_clustered
+
     # streams: writing
 
     async def publish(
@@ -217,7 +222,7 @@ class Bus(Keys):
 
     async def stream_state(self, stream: str) -> StreamState:
         """Say how full a stream is."""
-        answer = await self.api.ask(f"$JS.API.STREAM.INFO.{stream}")
+        answer = await self.api.leader_info(stream)
         state = answer["state"]
         return StreamState(state["messages"], state["bytes"], answer["config"]["max_bytes"], state["last_seq"])
 

@@ -67,6 +67,7 @@ class Keys:
         """
         subject = self._subject(key)
         sequence, _ = await self.api.store(subject, wire.encode(record))
+        self.api.seen.note_newest(self._stream(key), subject, sequence)
         self._know(subject, sequence, record)
         return sequence
 

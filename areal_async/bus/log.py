@@ -3,17 +3,23 @@
 Reads are direct gets, which hold no state at the broker: after a restart the next one simply goes on
 where the last one ended. New messages are noticed by a bell (the messages themselves pass by on their
 subject) and, should the bell be missed, by asking every ``POLL_S``.
+
+In a cluster any server with a copy of the stream answers a direct get, of which a follower may hold an earlier state:
+the messages up to some sequence, and all that were deleted since. So what it has is believed, as a sequence means one
+message for ever, and what it has not is asked of the stream's leader: a subject's newest message, whether there is
+another, whether one is gone. An answer that knows less than this process has seen is an old leader's, and is not
+taken. One that knows as much may still be: who decides by what was read ends in a compare-and-set.
 """
 
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 import anyio
 import msgspec
 
-from areal_async.bus.api import TRY_DEADLINE_S, WRONG_LAST_SEQUENCE, ApiError, JetStreamApi, Published
+from areal_async.bus.api import WRONG_LAST_SEQUENCE, ApiError, JetStreamApi, Published, Retry
 from areal_async.bus.client import FORWARDED
 from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, Received
 from areal_async.errors import BusError, ConflictError
@@ -22,6 +28,10 @@ from areal_async.process.bell import Bell
 BATCH_MESSAGES = 512
 BATCH_BYTES = 8 << 20
 POLL_S = 1.0
+OLD_LEADER_S = 12.0
+"""After this time at the latest a leader that is cut off from the others knows that it is none."""
+NO_MESSAGE = 10037
+"""What a leader answers where a message is not."""
 FIRST_LOOK_S = 0.005
 """The bell may ring before the message is stored: look again soon, then less and less often."""
 
@@ -47,11 +57,27 @@ class Message(NamedTuple):
         return FORWARDED in self.headers
 
 
+class _StoredMessage(msgspec.Struct):
+    """A message as a leader tells it; bytes in base64."""
+
+    seq: int
+    time: str
+    subject: str = ""
+    hdrs: bytes = b""
+    data: bytes = b""
+
+
+class _LeaderAnswer(msgspec.Struct):
+    message: _StoredMessage
+
+
 class StreamReader(JetStreamApi):
-    """JetStream's requests over one connection, the direct gets of stored messages among them."""
+    """JetStream's requests over one connection, the reads of stored messages among them."""
 
     def __init__(self, connection: Connection, operation_deadline_s: float) -> None:
         super().__init__(connection, operation_deadline_s)
+        self._waited_for: set[str] = set()
+        """Streams whose leader was waited for in vain, as they never had the message that was asked for."""
         self._bells: dict[str, Bell] = {}
         """One for each subject, for the life of the bus: it counts the messages that pass by there."""
 
@@ -66,11 +92,27 @@ class StreamReader(JetStreamApi):
 
     async def get_message(self, stream: str, sequence: int) -> Message | None:
         """Return the message at this sequence, or None when it is not stored any more."""
-        return await self._one(stream, f"$JS.API.DIRECT.GET.{stream}", {"seq": sequence})
+        body = {"seq": sequence}
+        found = await self._one(stream, f"$JS.API.DIRECT.GET.{stream}", body)
+        if found is None and self.connection.is_clustered:
+            await self._wait_reached(stream, sequence)
+            return await self._ask_leader(stream, body)
+        return found
 
     async def get_last(self, stream: str, subject: str) -> Message | None:
         """Return the newest message of a subject."""
-        return await self._one(stream, f"$JS.API.DIRECT.GET.{stream}.{subject}", {})
+        if not self.connection.is_clustered:
+            return await self._one(stream, f"$JS.API.DIRECT.GET.{stream}.{subject}", {})
+        retry = self.retry(f"read of {subject}")
+        while True:
+            found = await self._ask_leader(stream, {"last_by_subj": subject})
+            sequence = found.sequence if found is not None else 0
+            if found is None or sequence >= self.seen.newest(stream, subject):
+                self.seen.note_newest(stream, subject, sequence)
+                return found
+            retry.last_seen = f"its leader has {sequence}, and {self.seen.newest(stream, subject)} was there"
+            await self.leader_info(stream)
+            await retry.pause()
 
     async def read_batch(self, stream: str, subject: str, start_sequence: int) -> list[Message]:
         """Return the next messages of a subject (wildcards allowed) from a sequence on; none at the end."""
@@ -80,7 +122,11 @@ class StreamReader(JetStreamApi):
             "max_bytes": BATCH_BYTES,
             "next_by_subj": subject,
         }
-        return await self._batch(stream, body)
+        batch = await self._batch(stream, body)
+        if batch or not self.connection.is_clustered:
+            return batch
+        next_one = await self._ask_leader(stream, {"seq": body["seq"], "next_by_subj": subject})
+        return [] if next_one is None else [next_one]
 
     async def read_last_of_each(self, stream: str, *subjects: str) -> list[Message]:
         """Return the newest message of every subject that matches one of these, by their sequence.
@@ -89,8 +135,9 @@ class StreamReader(JetStreamApi):
         """
         newest: dict[str, Message] = {}
         start_sequence = 1
+        least = await self._last_sequence(stream) if self.connection.is_clustered else 0
         while batch := await self._batch(
-            stream, {"seq": start_sequence, "batch": BATCH_MESSAGES, "multi_last": subjects}
+            stream, {"seq": start_sequence, "batch": BATCH_MESSAGES, "multi_last": subjects}, least
         ):
             newest |= {message.subject: message for message in batch}
             if len(batch) < BATCH_MESSAGES:
@@ -118,15 +165,90 @@ class StreamReader(JetStreamApi):
         """
         msg_id = msg_id or uuid4().hex
         headers = {**(headers or {}), "Nats-Expected-Last-Subject-Sequence": str(last_sequence)}
+        retry = self.retry(f"message to {subject}")
+        while True:
+            try:
+                stored = await self.store(subject, data, msg_id=msg_id, headers=headers)
+                break
+            except ApiError as exc:
+                if exc.err_code not in WRONG_LAST_SEQUENCE:
+                    raise
+                newer = await self.read_batch(stream, subject, last_sequence + 1)
+                own = [one.sequence for one in newer if one.headers.get("Nats-Msg-Id") == msg_id]
+                if own:
+                    stored = Published(own[0], is_duplicate=True)
+                    break
+                if newer or not await self._is_newest(stream, subject, last_sequence):
+                    raise ConflictError(
+                        f"{subject}: newer than {last_sequence}: {exc.description}; read it again"
+                    ) from exc
+                retry.last_seen = str(exc)
+            await retry.pause()
+        self.seen.note_newest(stream, subject, stored.sequence)
+        return stored
+
+    async def leader_info(self, stream: str) -> dict[str, Any]:
+        """Return what a stream's leader says of it (``STREAM.INFO``).
+
+        Of a leader that knows less of it than this process, which an old one does, another server is asked.
+
+        Raises:
+            BusError: none knows more within the operation's deadline: what was there is lost.
+        """
+        subject = f"$JS.API.STREAM.INFO.{stream}"
+        retry = self.retry(f"request to {subject}")
+        while True:
+            num_losses = self.connection.num_losses
+            told = await self.ask(subject)
+            last = told["state"]["last_seq"]
+            if not self.connection.is_clustered or self.seen.is_reached(stream, told["created"], last):
+                return told
+            retry.last_seen = f"its leader is at {last}, and {self.seen.last(stream)} was there"
+            await self.leave_silent_server(num_losses)
+            await retry.pause()
+
+    async def _last_sequence(self, stream: str) -> int:
+        return int((await self.leader_info(stream))["state"]["last_seq"])
+
+    async def _wait_reached(self, stream: str, sequence: int) -> None:
+        """Wait until a stream's leader knows of a message that somebody has seen; only for as long as an old one leads.
+
+        What was seen may have been another store's, from which the run was moved, or be lost.
+        """
+        retry = Retry(f"read of {stream}", OLD_LEADER_S)
+        while await self._last_sequence(stream) < sequence and stream not in self._waited_for:
+            if not retry.remaining_s:
+                self._waited_for.add(stream)
+                return
+            await retry.pause()
+
+    async def _is_newest(self, stream: str, subject: str, sequence: int) -> bool:
+        """Say whether a subject's newest message is this one after all: one that a cluster compared with is under way.
+
+        It compares with what it is about to store, our own first try among it, and that may come to nothing.
+        """
+        if not self.connection.is_clustered:
+            return False
+        newest = await self.get_last(stream, subject)
+        return (newest.sequence if newest is not None else 0) == sequence
+
+    async def _ask_leader(self, stream: str, body: Mapping[str, Any]) -> Message | None:
+        """Return a message that the stream's leader has; None where it has none and knows all that was seen here."""
+        subject = f"$JS.API.STREAM.MSG.GET.{stream}"
         try:
-            return await self.store(subject, data, msg_id=msg_id, headers=headers)
+            answer = await self.ask(subject, body)
         except ApiError as exc:
-            if exc.err_code not in WRONG_LAST_SEQUENCE:
+            if exc.err_code != NO_MESSAGE:
                 raise
-            for message in await self.read_batch(stream, subject, last_sequence + 1):
-                if message.headers.get("Nats-Msg-Id") == msg_id:
-                    return Published(message.sequence, is_duplicate=True)
-            raise ConflictError(f"{subject}: newer than {last_sequence}: {exc.description}; read it again") from exc
+            await self.leader_info(stream)
+            return None
+        try:
+            told = msgspec.convert(answer, _LeaderAnswer).message
+        except msgspec.ValidationError as exc:
+            raise BusError(f"{subject}: got {exc}; only JetStream may answer there") from exc
+        self.seen.note(stream, told.seq)
+        headers = await self.connection.client.parse_headers(told.hdrs)
+        return Message(stream, told.seq, told.subject, headers, told.data, told.time)
 
     async def _one(self, stream: str, subject: str, body: Mapping[str, Any]) -> Message | None:
         answer = await self.request(subject, msgspec.json.encode(body) if body else b"")
@@ -134,20 +256,34 @@ class StreamReader(JetStreamApi):
             return None
         if answer.status is not None:
             raise BusError(f"{subject}: {answer.status} {answer.headers.get('Description', '')}")
-        return _message(stream, answer)
+        return self._message(stream, answer)
 
-    async def _batch(self, stream: str, body: Mapping[str, Any]) -> list[Message]:
+    async def _batch(self, stream: str, body: Mapping[str, Any], least: int = 0) -> list[Message]:
+        """Return one answer's messages.
+
+        Args:
+            least: a sequence that the stream has reached, where the newest of subjects are asked for: who has not
+                got so far is not believed.
+        """
         retry = self.retry(f"read of {stream}")
+        num_silent = 0
         while True:
             await self.wait_connected(retry)
+            num_losses = self.connection.num_losses
             try:
-                with anyio.fail_after(min(TRY_DEADLINE_S, retry.remaining_s)):
-                    return await self._try_batch(stream, body)
-            except (ConnectionLostError, TimeoutError) as exc:
-                retry.last_seen = str(exc) or "no answer"
+                with anyio.fail_after(min(self.try_s, retry.remaining_s)):
+                    return await self._try_batch(stream, body, least)
+            except TimeoutError:
+                retry.last_seen = "no answer"
+                num_silent += 1
+                await self.leave_silent_server(num_losses, num_silent)
+            except ConnectionLostError as exc:
+                retry.last_seen = str(exc)
+                num_silent = 0
+            self.note_trouble()
             await retry.pause()
 
-    async def _try_batch(self, stream: str, body: Mapping[str, Any]) -> list[Message]:
+    async def _try_batch(self, stream: str, body: Mapping[str, Any], least: int) -> list[Message]:
         messages: list[Message] = []
         last_sequence = "0"
         with self.connection.call(f"$JS.API.DIRECT.GET.{stream}") as call:
@@ -155,6 +291,8 @@ class StreamReader(JetStreamApi):
             while True:
                 answer = await call.receive()
                 if answer.status == "404":
+                    if least and await self._has_any(stream, body["multi_last"]):
+                        raise ConnectionLostError("a follower knows less than its leader")
                     return []
                 if answer.status == NO_RESPONDERS:
                     raise ConnectionLostError("nothing listens there: the stream does not exist")
@@ -163,9 +301,23 @@ class StreamReader(JetStreamApi):
                 if answer.headers.get("Nats-Last-Sequence") != last_sequence:
                     raise ConnectionLostError(f"a message after {last_sequence} was lost on its way")
                 if answer.status == "204":
+                    if least > int(answer.headers.get("Nats-UpTo-Sequence", least)):
+                        raise ConnectionLostError("a follower knows less than its leader")
                     return messages
                 last_sequence = answer.headers["Nats-Sequence"]
-                messages.append(_message(stream, answer))
+                messages.append(self._message(stream, answer))
+
+    async def _has_any(self, stream: str, subjects: Iterable[str]) -> bool:
+        return any([await self._ask_leader(stream, {"last_by_subj": subject}) for subject in subjects])
+
+    def _message(self, stream: str, answer: Received) -> Message:
+        headers = {key: value for key, value in answer.headers.items() if key not in _READ_HEADERS}
+        sequence = int(answer.headers["Nats-Sequence"])
+        self.seen.note(stream, sequence)
+        return Message(
+            stream, sequence, answer.headers["Nats-Subject"], headers, answer.data,
+            answer.headers.get("Nats-Time-Stamp", ""),
+        )  # fmt: skip
 
 
 class Attention:
@@ -220,11 +372,3 @@ class Follow(AsyncIterator[Message]):
             else:
                 await self._attention.wait()
         return self._ready.popleft()
-
-
-def _message(stream: str, answer: Received) -> Message:
-    headers = {key: value for key, value in answer.headers.items() if key not in _READ_HEADERS}
-    return Message(
-        stream, int(answer.headers["Nats-Sequence"]), answer.headers["Nats-Subject"], headers, answer.data,
-        answer.headers.get("Nats-Time-Stamp", ""),
-    )  # fmt: skip

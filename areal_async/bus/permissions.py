@@ -124,11 +124,12 @@ def _acks(stream: str, consumer: str) -> list[str]:
 
 
 def _read(names: Names, *streams: str) -> list[str]:
-    """Read these streams, and the run's keys, message by message."""
+    """Read these streams, and the run's keys, message by message: anybody's copy, or the leader's."""
+    read = (*streams, f"KV_{names.bucket}", f"KV_{names.nodes_bucket}")
     granted: list[str] = []
-    for stream in (*streams, f"KV_{names.bucket}", f"KV_{names.nodes_bucket}"):
-        granted += _api(stream, "DIRECT.GET.{}", "DIRECT.GET.{}.>")
-    return granted + _state(*streams)
+    for stream in read:
+        granted += _api(stream, "DIRECT.GET.{}", "DIRECT.GET.{}.>", "STREAM.MSG.GET.{}")
+    return granted + _state(*read)
 
 
 def _state(*streams: str) -> list[str]:

@@ -4,9 +4,11 @@ Declaring is idempotent. What differs is changed where nothing can be lost by it
 """
 
 import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import anyio
 import structlog
 
 from areal_async.bus.api import ApiError, MissingError
@@ -26,6 +28,7 @@ CHANGEABLE = {
     "metadata",
     "description",
     "allow_rollup_hdrs",
+    "num_replicas",
 }
 """Fields of a stream that may change under its messages."""
 MIN_ACK_PENDING = 1000
@@ -48,6 +51,11 @@ ROOM_BYTES = 64 << 20
 """Room on the embedded broker's disk for what no node may write: prompts, the log and the run's own keys."""
 STORAGE_RESERVED = 10047
 """The broker's disk limit is below what the streams reserve."""
+NO_CLUSTER, NO_PEERS = 10074, 10005
+"""Answers to more copies than there are servers, of a broker that is alone and of a cluster."""
+COPY_LOOK_S = 0.2
+RAISE_DEADLINE_S = 300.0
+"""Time for a stream's new copies to hold all that it holds; an empty one's take 20 s."""
 
 log = structlog.get_logger()
 
@@ -64,10 +72,11 @@ async def declare(bus: Bus, settings: Settings) -> None:
             f"bus.max_disk_bytes: got {settings.bus.max_disk_bytes}, need at least {need} for what nodes may fill and "
             f"{ROOM_BYTES} beside it; raise it, or lower rollout.max_stream_bytes"
         )
-    for config in stream_configs(settings):
-        await _declare_stream(bus, config)
+    raised = [config["name"] for config in stream_configs(settings) if await _declare_stream(bus, config)]
     for stream, config in consumer_configs(settings):
         await _create_consumer(bus, stream, config)
+    if raised:
+        await _wait_copied(bus, raised, settings.bus.replicas)
 
 
 def reserved_bytes(settings: Settings) -> int:
@@ -83,7 +92,7 @@ def stream_configs(settings: Settings) -> list[dict[str, Any]]:
     names, run = settings.names, f"areal.{settings.run.name}"
     common = {
         "storage": "file",
-        "num_replicas": 1,
+        "num_replicas": settings.bus.replicas,
         "discard": "new",
         "allow_direct": True,
         "duplicate_window": _ns(settings.duplicate_window_s),
@@ -190,7 +199,24 @@ async def take_trainer_consumer(bus: Bus, lineage: int) -> str:
             log.info("lineage.fenced", consumer=other, by=name)
     config = _consumer(name, ack_wait=_ns(TRAJECTORY_ACK_WAIT_S), max_ack_pending=-1, headers_only=True)
     await _create_consumer(bus, stream, config)
+    if bus.is_clustered:
+        await _wait_alone(bus, stream)
     return name
+
+
+async def _wait_alone(bus: Bus, stream: str) -> None:
+    """Wait until a stream's leader knows of no consumer but the one just made.
+
+    A cluster decides which consumers there are, and its servers carry that out, each in its own time: an ack of a
+    deleted one could still take a message after the stream was read.
+
+    Raises:
+        BusError: it has another one for longer than an operation may take.
+    """
+    retry = bus.api.retry(f"consumers of {stream}")
+    while (num_consumers := (await bus.api.leader_info(stream))["state"]["consumer_count"]) != 1:
+        retry.last_seen = f"its leader has {num_consumers}"
+        await retry.pause()
 
 
 async def delete_run(bus: Bus) -> None:
@@ -243,15 +269,21 @@ def _advisories(names: Names) -> list[str]:
     ]
 
 
-async def _declare_stream(bus: Bus, config: dict[str, Any]) -> None:
+async def _declare_stream(bus: Bus, config: dict[str, Any]) -> bool:
+    """Make a stream, or adapt one; say whether it is to have more copies than it had."""
     name = config["name"]
     try:
         info = await bus.api.ask(f"$JS.API.STREAM.INFO.{name}")
     except MissingError:
         await _write_stream(bus, "CREATE", config)
         log.info("stream.created", stream=name)
-        return
+        return False
     existing = info["config"]
+    if existing["num_replicas"] > config["num_replicas"]:
+        raise UserError(
+            f"bus.replicas: got {config['num_replicas']}, and stream {name} has {existing['num_replicas']} copies, "
+            f"which it keeps; set bus.replicas: {existing['num_replicas']}"
+        )
     different = {key for key, value in config.items() if not _agrees(existing.get(key), value)}
     for key in sorted(different - CHANGEABLE):
         raise UserError(
@@ -267,6 +299,7 @@ async def _declare_stream(bus: Bus, config: dict[str, Any]) -> None:
     if different:
         await _write_stream(bus, "UPDATE", {**existing, **config})
         log.info("stream.updated", stream=name, fields=sorted(different))
+    return "num_replicas" in different
 
 
 async def _write_stream(bus: Bus, action: str, config: dict[str, Any]) -> None:
@@ -278,7 +311,37 @@ async def _write_stream(bus: Bus, action: str, config: dict[str, Any]) -> None:
                 f"stream {config['name']}: the broker has no {config['max_bytes']} bytes of disk left; "
                 "lower rollout.max_stream_bytes, raise bus.max_disk_bytes or make room"
             ) from exc
+        if exc.err_code in (NO_CLUSTER, NO_PEERS):
+            raise UserError(
+                f"bus.replicas: got {config['num_replicas']}, and the broker has not so many servers "
+                f"({exc.description}); start them as configs/deploy/nats says, or set bus.replicas: 1"
+            ) from exc
         raise
+
+
+async def _wait_copied(bus: Bus, streams: Sequence[str], num_replicas: int) -> None:
+    """Wait until each new copy of streams and of their consumers is whole: before, the loss of a leader is their end.
+
+    Raises:
+        UserError: it takes longer than ``RAISE_DEADLINE_S``.
+    """
+
+    def are_whole(told: Mapping[str, Any]) -> bool:
+        cluster = told.get("cluster", {})
+        copies = [copy for copy in cluster.get("replicas") or () if copy["current"]]
+        return len(copies) == num_replicas - 1 and "leader" in cluster and "desired" not in cluster
+
+    ends_at_s = anyio.current_time() + RAISE_DEADLINE_S
+    for stream in streams:
+        consumers = (await bus.api.ask(f"$JS.API.CONSUMER.NAMES.{stream}"))["consumers"] or []
+        for subject in (f"STREAM.INFO.{stream}", *(f"CONSUMER.INFO.{stream}.{one}" for one in consumers)):
+            while not are_whole(await bus.api.ask(f"$JS.API.{subject}")):
+                if anyio.current_time() > ends_at_s:
+                    raise UserError(
+                        f"bus.replicas: {stream} has no {num_replicas} whole copies after {RAISE_DEADLINE_S:g} s; "
+                        "see that all servers of the cluster run, and start again"
+                    )
+                await anyio.sleep(COPY_LOOK_S)
 
 
 async def _create_consumer(bus: Bus, stream: str, config: dict[str, Any]) -> None:

@@ -83,6 +83,8 @@ def _why_bound(before: Settings, now: Settings, name: str) -> str:
         return why_kept("algorithm.kl_in")
     if name == "bus.url" and EMBEDDED in (before.bus.url, now.bus.url):
         return "all that it knows lies in that broker"
+    if name == "bus.replicas" and now.bus.replicas < before.bus.replicas:
+        return "what is stored keeps its copies"
     return ""
 
 

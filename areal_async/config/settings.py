@@ -288,7 +288,11 @@ class BusSettings(Section):
     """The broker."""
 
     url: str = "embedded"
-    """``embedded`` starts a nats-server of our own; else ``nats://host:port`` or ``tls://host:port``."""
+    """``embedded`` starts a nats-server of our own; else ``nats://host:port`` or ``tls://host:port``, of a cluster
+    several with commas between."""
+    replicas: int = Field(default=1, ge=1, le=5)
+    """Copies of what is stored, on as many servers of an external cluster: 1, 3 or 5. Three
+    outlive the loss of any one server."""
     credentials: LocalPath | None = None
     """Credentials file for an external broker, an nkey's seed or ``.creds``, of mode 600; a folder with one for each
     role (``node.nk``; ``python -m areal_async.bus`` makes them); ``None`` for none."""
@@ -307,6 +311,14 @@ class BusSettings(Section):
     """Disk the embedded broker may take in all."""
     operation_deadline_s: float = Field(default=60.0, gt=0)
     """Seconds a bus operation is retried, through restarts of the broker, before its process ends."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.replicas % 2 == 0:
+            raise ValueError(f"replicas: got {self.replicas}, need 1, 3 or 5: a majority must be left without one")
+        if self.replicas > 1 and self.url == "embedded":
+            raise ValueError(f"replicas: got {self.replicas} with an embedded broker, need bus.url of a cluster")
+        return self
 
 
 class Settings(Section):

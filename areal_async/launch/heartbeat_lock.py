@@ -74,7 +74,10 @@ async def held(bus: Bus, key: str, *, what: str, notify: Notify) -> AsyncIterato
         word = await next_word(bus, key, within_s=NUM_MISSED * BEAT_S)
         if word is not None and not word.has_left:
             raise UserError(f"{what}: kept by {word.place} since {word.since}; {REFUSAL}")
-        _, revision = await bus.get(key, Holder)
+        last, latest = await bus.get(key, Holder)
+        if word is None and last is not None and latest != revision:  # it spoke just now
+            raise UserError(f"{what}: kept by {last.place} since {last.since}; {REFUSAL}")
+        revision = latest
     try:
         await bus.compare_and_set(key, holder, revision)
     except ConflictError as exc:
@@ -90,12 +93,21 @@ async def held(bus: Bus, key: str, *, what: str, notify: Notify) -> AsyncIterato
 
 
 async def next_word(bus: Bus, key: str, *, within_s: float) -> Holder | None:
-    """Return what is written under a key after what stands there now; None when nothing is within so long."""
-    with anyio.move_on_after(within_s):
-        words = bus.watch_key(key, Holder)
-        await anext(words)
-        return await anext(words)
-    return None
+    """Return what is written under a key after what stands there now; None when nothing is within so long.
+
+    Only time in which the broker answers counts: while it restarts or elects a leader nobody can write.
+    """
+    words = bus.watch_key(key, Holder)
+    is_first = True
+    while True:
+        begun_s = anyio.current_time()
+        with anyio.move_on_after(within_s):
+            if is_first:
+                await anext(words)
+                is_first = False
+            return await anext(words)
+        if bus.api.answering_since_s <= begun_s:
+            return None
 
 
 async def wait_released(bus: Bus, prefix: str) -> None:

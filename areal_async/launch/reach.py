@@ -11,13 +11,13 @@ DEFAULT_PORT = 4222
 
 
 def place_of(url: str) -> tuple[str, int]:
-    """Return host and port of a broker's URL.
+    """Return host and port of a broker's URL; of several servers, the first one's.
 
     Raises:
         UserError: it is none.
     """
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(url.split(",")[0])
         return parts.hostname or "", parts.port or DEFAULT_PORT
     except ValueError as exc:
         raise UserError(f"bus.url: got {url!r}: {exc}; write it like tls://host:4222") from exc

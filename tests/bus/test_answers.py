@@ -59,6 +59,8 @@ def _requests(role: Role) -> Iterator[tuple[str, bytes]]:
                 yield pattern.replace(".>", f".{KEYS}{ADMITTED}" if "KV_" in pattern else f".{RUN.outcomes}"), b""
             else:
                 yield from ((subject, body) for body in (b'{"seq": 1}', MISSING, ALL, b"no JSON"))
+        elif pattern.startswith("$JS.API.STREAM.MSG.GET."):
+            yield from ((subject, body) for body in (b'{"seq": 1}', MISSING, b'{"last_by_subj": ">"}'))
         elif pattern.startswith("$JS.API.CONSUMER.MSG.NEXT."):
             yield from ((subject.replace(".x", f".{RUN.trainer_consumer(1)}"), body) for body in (NEXT, HEARTBEATS))
         elif pattern.startswith("$JS.ACK."):

@@ -36,6 +36,15 @@ CONSUMERS = {
 }
 """One consumer of each role's own."""
 
+READERS = {
+    "tickets": (TRAINER,),
+    "trajectories": (NODE, TRAINER),
+    "outcomes": (CONTROLLER, NODE, TRAINER),
+    "events": (TRAINER,),
+    **dict.fromkeys(BUCKETS.values(), (CONTROLLER, NODE, TRAINER)),
+}
+"""Who asks a stream's leader for a message; whose DIRECT.GET is the same."""
+
 NUM_LONG = 150
 """Of 20 kB: three megabytes."""
 
@@ -100,6 +109,7 @@ ACTIONS: dict[str, Action] = {
             f"$JS.API.STREAM.{verb}.{stream}",
             OPERATOR,
             *([TRAINER] if (name, verb) == ("trajectories", "PURGE") else []),
+            *(READERS.get(name, ()) if verb == "MSG.GET" else ()),
         )
         for name, stream in STREAMS.items()
         for verb in ("CREATE", "UPDATE", "DELETE", "PURGE", "MSG.DELETE", "MSG.GET", "SNAPSHOT", "RESTORE")

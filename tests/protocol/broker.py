@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tests.protocol.world import World
 
 NAMES = Names("model")
+KEYS, LOG = "keys", "log"
+"""What a process has seen as a whole, beside single keys and subjects."""
 
 
 class Pause(Enum):
@@ -104,9 +106,13 @@ class Broker:
     last_cut_sequence: int = 0
     keys: dict[str, tuple[Record, int]] = field(default_factory=dict)
     revision: int = 0
+    writes: list[tuple[int, str, Record]] = field(default_factory=list)
+    """Every write of a key, by revision: what servers that are not up to date hold is a beginning of it."""
     tickets: dict[int, Lease] = field(default_factory=dict)
     trajectories: dict[int, StoredMessage] = field(default_factory=dict)
     consumers: dict[int, Consumer] = field(default_factory=dict)
+    dying: set[int] = field(default_factory=set)
+    """Lineages whose consumer the cluster has deleted, and the leader of the stream has not heard of it yet."""
     known_ids: set[str] = field(default_factory=set)
     """Message ids within the duplicate window."""
     num_stored: int = 0
@@ -121,6 +127,12 @@ class Broker:
             return True
         self.known_ids.add(msg_id)
         return False
+
+    def keys_at(self, revision: int) -> dict[str, tuple[Record, int]]:
+        """Return the keys as they were."""
+        if revision >= self.revision:
+            return self.keys
+        return {key: (record, at) for at, key, record in self.writes if at <= revision}
 
     def delete_message(self, sequence: int) -> StoredMessage | None:
         for consumer in self.consumers.values():
@@ -141,16 +153,40 @@ class ModelBus:
         self.lineage = 0
         """Of the trainer that this is; for whoever judges what is written."""
         self.api = _Api(self)
+        self.is_clustered = world.config.is_clustered
+        self._seen: dict[str, int] = {}
+        """How far each thing was when this process last read or wrote it: who knows less is not believed."""
+
+    def _reach(self, what: str, latest: int, *, is_partial: bool = False) -> int:
+        """Return how far the state reaches that answers a read: of a cluster, an old leader's or a follower's may.
+
+        Args:
+            is_partial: the read tells of one thing among others, and does not say how far the others are.
+        """
+        reach = self._world.old_reach(self.least_known(what), latest)
+        if not is_partial:
+            self._see(what, reach)
+        return reach
+
+    def least_known(self, what: str) -> int:
+        """Return what an answer must know at least to be believed."""
+        return self._seen.get(what, 0)
+
+    def _see(self, what: str, reach: int) -> None:
+        self._seen[what] = max(reach, self._seen.get(what, 0))
 
     # keys
 
     async def get(self, key: str, kind: type[Record]) -> tuple[Any, int]:
         await effect()
-        return self._broker.keys.get(key, (None, 0))
+        found = self._broker.keys_at(self._reach(key, self._broker.revision, is_partial=True)).get(key, (None, 0))
+        self._see(key, found[1])
+        return found
 
     async def entries(self, prefix: str, kind: type[Record]) -> dict[str, tuple[Any, int]]:
         await effect()
-        return {key: held for key, held in self._broker.keys.items() if key.startswith(prefix)}
+        keys = self._broker.keys_at(self._reach(KEYS, self._broker.revision))
+        return {key: held for key, held in keys.items() if key.startswith(prefix)}
 
     async def put(self, key: str, record: Record) -> int:
         await effect()
@@ -167,6 +203,9 @@ class ModelBus:
         self._world.touch()
         self._broker.revision += 1
         self._broker.keys[key] = record, self._broker.revision
+        self._broker.writes.append((self._broker.revision, key, record))
+        self._see(key, self._broker.revision)
+        self._see(KEYS, self._broker.revision)
         return self._broker.revision
 
     async def emit(self, subject: str, record: Record) -> None:
@@ -192,12 +231,14 @@ class ModelBus:
             broker.log.append(entry)
             if subject == NAMES.cuts:
                 broker.last_cut_sequence = entry.sequence
+                self._see(subject, len(broker.log))
+            self._see(LOG, len(broker.log))
             self._world.oracle.on_log(entry)
         return entry
 
     async def read_log(self, stream: str, subject: str, *, start_sequence: int = 1) -> list[LogEntry]:
         await effect()
-        return list(self._broker.log)
+        return self._broker.log[: self._reach(LOG, len(self._broker.log))]
 
     async def find_messages(self, stream: str, subject: str) -> AsyncIterator[LogEntry]:
         for entry in await self.read_log(stream, subject):
@@ -205,7 +246,8 @@ class ModelBus:
 
     async def get_last(self, stream: str, subject: str) -> LogEntry | None:
         await effect()
-        return next((entry for entry in reversed(self._broker.log) if entry.subject == subject), None)
+        known = self._broker.log[: self._reach(subject, len(self._broker.log))]
+        return next((entry for entry in reversed(known) if entry.subject == subject), None)
 
     async def decode(self, entry: LogEntry, kind: type[Record]) -> Record:
         """Return what the entry holds: nothing here is ever damaged."""
@@ -215,7 +257,7 @@ class ModelBus:
     async def read_new(self, num_read: int) -> list[LogEntry]:
         """Return what was added after the first ``num_read`` entries."""
         await effect()
-        return self._broker.log[num_read:]
+        return self._broker.log[num_read : self._reach(LOG, len(self._broker.log))]
 
     def has_new(self, num_read: int) -> bool:
         return len(self._broker.log) > num_read
@@ -332,10 +374,14 @@ class ModelBus:
             await effect()
             self._world.touch()
             consumer = self._broker.consumers.get(lineage)
-            if consumer is None:
+            if consumer is None and lineage not in self._broker.dying:
                 continue  # fenced: it reaches nothing
             if self._world.has_fault("lose an ack"):
-                if message.sequence in self._broker.trajectories and message.sequence not in consumer.pending:
+                if (
+                    consumer
+                    and message.sequence in self._broker.trajectories
+                    and message.sequence not in consumer.pending
+                ):
                     consumer.pending.append(message.sequence)
                 continue
             gone = self._broker.delete_message(message.sequence)
@@ -358,9 +404,30 @@ class _Api:
             return {"consumers": [f"trainer-{number}" for number in broker.consumers]}
         number = int(name.rpartition("-")[2])
         if what == "DELETE":
-            broker.consumers.pop(number, None)
+            if broker.consumers.pop(number, None) and self._bus.is_clustered:
+                broker.dying.add(number)
         elif broker.consumers.keys() - {number}:
             raise BusError("a WorkQueue stream has one consumer")
         elif number not in broker.consumers:
             broker.consumers[number] = Consumer(deque(broker.trajectories))
         return {}
+
+    async def leader_info(self, stream: str) -> dict[str, Any]:
+        """Tell how many consumers the leader of the stream of trajectories knows; it hears of one end at a time."""
+        await effect()
+        broker = self._bus._broker
+        num_consumers = len(broker.consumers) + len(broker.dying)
+        self._bus._world.touch()
+        if broker.dying:
+            broker.dying.pop()
+        return {"state": {"consumer_count": num_consumers}}
+
+    def retry(self, what: str) -> Any:
+        return _Retry()
+
+
+class _Retry:
+    last_seen = ""
+
+    async def pause(self) -> None:
+        await effect()

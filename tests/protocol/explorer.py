@@ -113,6 +113,7 @@ def finish(world: World, rng: random.Random) -> int:
         Violation: it stands still, or does not end.
     """
     world.armed.clear()
+    world.is_fair = True
     for process in world.processes:
         process.is_stalled = False
     num_steps = num_ticks = 0

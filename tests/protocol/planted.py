@@ -38,6 +38,7 @@ from areal_async.protocol.types import (
 from areal_async.trainer.batch import planner
 from areal_async.trainer.batch.cut import OpenGroup, SpanAge
 from areal_async.trainer.batch.lineage import Lineage
+from areal_async.trainer.batch.payloads import BatchSlot
 from areal_async.trainer.batch.planner import BatchPlanner, CutPlan, plan_cut
 from tests.protocol.broker import NAMES, ModelBus, TicketDelivery
 from tests.protocol.roles import ControllerModel, NodeModel
@@ -351,3 +352,43 @@ def _(patch: pytest.MonkeyPatch) -> None:
         return made
 
     patch.setattr("tests.protocol.roles.next_admission", next_admission)
+
+
+@_planted("a purge is decided by what an old leader says of the journal")
+def _(patch: pytest.MonkeyPatch) -> None:
+    async def is_mine(self: Lineage) -> bool:
+        return True
+
+    patch.setattr(Lineage, "_is_mine", is_mine)
+    _have_followers_asked(patch)
+
+
+@_planted("a trainer reads the log from a follower")
+def _(patch: pytest.MonkeyPatch) -> None:
+    _have_followers_asked(patch)
+
+
+@_planted("a trainer takes for lost what a follower has not heard of")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = TrainerModel._fetch
+
+    async def fetch(self: TrainerModel, cut: Cut) -> tuple[list[BatchSlot], list[tuple[str, int]]]:
+        slots, missing = await right(self, cut)
+        if self.world.old_reach(0, len(slots)) < len(slots):
+            missing = [placed.key for placed in slots]
+        return slots, missing
+
+    patch.setattr(TrainerModel, "_fetch", fetch)
+
+
+@_planted("a lineage reads the stream while its leader still has the older one's consumer")
+def _(patch: pytest.MonkeyPatch) -> None:
+    async def wait_alone(bus: Any, stream: str) -> None:
+        pass
+
+    patch.setattr("areal_async.bus.streams._wait_alone", wait_alone)
+
+
+def _have_followers_asked(patch: pytest.MonkeyPatch) -> None:
+    """Have reads answered by anybody, who may know less than was seen already."""
+    patch.setattr(ModelBus, "least_known", lambda self, what: 0)

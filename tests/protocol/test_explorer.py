@@ -8,14 +8,20 @@ from tests.protocol.world import Config
 
 NUM_STEPS = 100_000
 MAX_STEPS_TO_FIND = 200_000
+PURGED = Config(min_group_size=2, steps=5, max_attempts=3)
 WHERE = {
     "an older trainer can still record a checkpoint": Config(batch_groups=1, steps=5, checkpoint_every=1),
-    "a trainer purges without asking whether a newer one has begun": Config(min_group_size=2, steps=5, max_attempts=3),
+    "a trainer purges without asking whether a newer one has begun": PURGED,
     "a curriculum decides by what is known by now": Config(num_rows=2, steps=5, keep=0.5),
     "what was passed over is abandoned at the end": Config(num_rows=2, steps=5, keep=0.5),
     "a controller that begins leaves the record to another one": Config(num_rows=5, num_tasks=2),
     "another mix begins at once": Config(num_rows=5, steps=5, num_tasks=2),
     "tickets are chosen by another mix before it is on record": Config(num_rows=5, steps=5, num_tasks=2),
+    "a purge is decided by what an old leader says of the journal": PURGED._replace(is_clustered=True),
+    "a trainer reads the log from a follower": PURGED._replace(is_clustered=True),
+    "a lineage reads the stream while its leader still has the older one's consumer": PURGED._replace(
+        is_clustered=True, max_held=0
+    ),
 }
 """Settings under which a fault is looked for, where drawn ones seldom lead there."""
 MET = (
@@ -32,6 +38,7 @@ MET = (
     "mix changed",
     "trajectory acked",
     "trajectory purged",
+    "old answer",
 )
 """What must have happened for the exploration to mean anything."""
 

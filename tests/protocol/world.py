@@ -29,6 +29,8 @@ ARMED = (
 )
 """Faults that befall the next operation of their kind."""
 MAX_ZOMBIES = 2
+OLD_SHARE = 0.15
+"""Of a cluster's answers: they come from a server that is not up to date."""
 STALLED_SHARE = 0.6
 """Of the replaced processes: they stand still until something wakes them."""
 
@@ -56,6 +58,8 @@ class Config(NamedTuple):
     """Share of the prompts that a curriculum admits though they teach nothing; None for no curriculum."""
     num_tasks: int = 1
     """Between whom the rows are parted; the mix of several changes on the way."""
+    is_clustered: bool = False
+    """Whether the broker has several servers, of which one that is not up to date may answer a read."""
 
     @property
     def rows_of_tasks(self) -> list[int]:
@@ -100,6 +104,7 @@ def any_config(rng: random.Random) -> Config:
         loses_payloads=rng.random() < 0.5,
         max_held=rng.choice((0, 2, 1000)),
     )
+    config = config._replace(is_clustered=config.num_rows == 3 or config.steps == 5)
     # Not drawn: the runs of all other seeds stay what they were.
     if config.num_rows == 2 and config.loses_payloads:
         return config._replace(keep=0.5)
@@ -153,6 +158,10 @@ class World:
         self.random = random.Random(seed)
         self.mix = random.Random(seed)
         """Of what operators want of the tasks: its draws change nothing else."""
+        self.old = random.Random(seed)
+        """Of answers that are not up to date: its draws change nothing else, too."""
+        self.is_fair = False
+        """Nothing befalls it any more."""
         self.weights = [1] * config.num_tasks
         self.roles = roles
         self.broker = Broker(config.max_messages)
@@ -216,6 +225,12 @@ class World:
             self.armed.remove(name)
             return True
         return False
+
+    def old_reach(self, least: int, latest: int) -> int:
+        """Return how far the state reaches that answers a read."""
+        is_old = self.config.is_clustered and not self.is_fair and self.old.random() < OLD_SHARE
+        self.oracle.seen["old answer"] += is_old
+        return self.old.randint(min(least, latest), latest) if is_old else latest
 
     # what befalls it
 

@@ -21,6 +21,7 @@ include_patterns = [
     "CHANGELOG.md",
     "areal_async/**.md",
     "configs/README.md",
+    "configs/deploy/nats/README.md",
     "rewards/README.md",
     "tools/README.md",
     "tools/docs/**.md",

@@ -34,12 +34,19 @@ class Lineage:
         """
         record, revision = await bus.get(LINEAGE, LineageRecord)
         lineage = cls(bus, number=(record.lineage if record else 0) + 1, checkpoint=None)
-        try:
-            lineage._revisions[LINEAGE] = await bus.compare_and_set(
-                LINEAGE, LineageRecord(lineage=lineage.number), revision
-            )
-        except ConflictError as exc:
-            raise FencedError(f"lineage {lineage.number}: another trainer took it first; only one may run") from exc
+        while True:
+            try:
+                lineage._revisions[LINEAGE] = await bus.compare_and_set(
+                    LINEAGE, LineageRecord(lineage=lineage.number), revision
+                )
+                break
+            except ConflictError as exc:
+                record, revision = await bus.get(LINEAGE, LineageRecord)
+                if record is not None and record.lineage >= lineage.number:
+                    raise FencedError(
+                        f"lineage {lineage.number}: another trainer took it first; only one may run"
+                    ) from exc
+                # the older trainer has written its own anew (``_is_mine``)
         await lineage.take_consumer()
         await lineage._take_checkpoint()
         return lineage
@@ -54,6 +61,21 @@ class Lineage:
         # Only now: anyone who takes a newer one from here on finds this consumer, and deletes it.
         record, _ = await self._bus.get(LINEAGE, LineageRecord)
         self._check_newest(record.lineage if record else 0)
+        if not await self._is_mine():
+            raise FencedError(f"lineage {self.number}: another has been taken since; this trainer must stop")
+
+    async def _is_mine(self) -> bool:
+        """Say whether no newer lineage was taken, as the one who decides by it must know.
+
+        Of a cluster an old leader may say so; there this one is written anew, which only the present leader can do.
+        """
+        if self._bus.is_clustered:
+            record = LineageRecord(lineage=self.number)
+            try:
+                self._revisions[LINEAGE] = await self._bus.compare_and_set(LINEAGE, record, self._revisions[LINEAGE])
+            except ConflictError:
+                return False
+        return True
 
     async def read_log(self, *, is_whole: bool = False) -> Journal:
         """Return what the log says before this lineage begins.
@@ -120,7 +142,7 @@ class Lineage:
         names = self._bus.names
         last = await self._bus.get_last(names.outcomes_stream, names.cuts)
         entry = None if last is None else await self._bus.decode(last, Cut)
-        return entry is not None and entry.lineage == self.number
+        return entry is not None and entry.lineage == self.number and await self._is_mine()
 
     async def announce(self, weights: WeightsVersion) -> None:
         """Make ``weights`` the newest, then tell everybody."""

@@ -286,7 +286,7 @@ OTHERWISE: dict[str, Any] = {
     "algorithm.loss": "importance", "algorithm.decoupled": True, "algorithm.dual_clip": 3.0, "algorithm.name": "dapo",
     "algorithm.advantage_std": "none", "trainer.betas": [0.8, 0.9], "trainer.keep_best": "reward",
     "metrics.prometheus_host": "192.0.2.1", "metrics.traces": "file", "bus.url": "nats://there:4222",
-    "bus.http_port": 8222,
+    "bus.http_port": 8222, "bus.replicas": 3,
 }  # fmt: skip
 """Another value of settings of which none that fits follows from their type."""
 SOURCES = {"python": "rows.py", "seeds": [0, 4]}

@@ -36,7 +36,7 @@ MAY_CHANGE = {
     "health": "equal_rewards_steps logprob_gap untrained_batches",
     "endpoint": "host on_unsupported",
     "launch": "backend join_wait_s",
-    "bus": """url credentials ca monitor_url host http_port port max_disk_bytes operation_deadline_s""",
+    "bus": """url replicas credentials ca monitor_url host http_port port max_disk_bytes operation_deadline_s""",
 }
 """Section -> those of its settings that a start may say otherwise. Some have bounds (``resumed``)."""
 

@@ -107,6 +107,28 @@ def test_a_broker_that_syncs_now_and_then_is_a_warning_and_one_that_always_does_
     assert judge_varz(page, now=NOW)[0].level is Level.GOOD
 
 
+@pytest.mark.parametrize(
+    ("meta", "saw"),
+    [
+        (None, "1 servers store, led by none of them"),
+        ({"cluster_size": 2, "leader": "a"}, "2 servers store, led by a"),
+        ({"cluster_size": 3}, "3 servers store, led by none of them"),
+        ({"cluster_size": 3, "leader": "a", "replicas": [{"name": "b", "offline": True}]}, "led by a; away: b"),
+    ],
+)
+def test_three_copies_want_three_servers_that_are_there_and_sync(meta: dict[str, Any] | None, saw: str) -> None:
+    page = {"jetstream": {"config": {"sync_interval": 120_000_000_000}, "meta": meta}, "now": NOW.isoformat()}
+
+    (disk, servers, _) = judge_varz(page, now=NOW, replicas=3)
+
+    assert (disk.level, servers.level) == (Level.WARNING, Level.ERROR)
+    assert "3 copies do not outlive" in disk.saw
+    assert servers.saw.endswith(saw)
+    whole = {"cluster_size": 3, "leader": "a", "replicas": [{"name": "b", "current": True}]}
+    page["jetstream"] = {"config": {"sync_always": True}, "meta": whole}
+    assert {one.level for one in judge_varz(page, now=NOW, replicas=3)} == {Level.GOOD}
+
+
 def test_a_broker_with_another_time_is_a_warning() -> None:
     """A minute off: logs of two hosts cannot be laid side by side."""
     page = {"jetstream": {"config": {"sync_always": True}}, "now": (NOW - timedelta(seconds=60)).isoformat()}
