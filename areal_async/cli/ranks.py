@@ -11,14 +11,14 @@ from pathlib import Path
 
 import anyio
 
+from areal_async.config.launch import LaunchSettings
 from areal_async.config.trainer import EngineSettings
 from areal_async.errors import PipelineError, UserError
-from areal_async.launch.backend import Process, ProcessSpec
-from areal_async.launch.gpus import share_gpus
-from areal_async.launch.local import LocalBackend
-from areal_async.launch.plan import rank_specs
+from areal_async.launch.backend import Backend, Process, ProcessSpec
+from areal_async.launch.backends import make_backend
+from areal_async.launch.plan import places_of_ranks, rank_specs
 from areal_async.launch.process_group import Death, end_all, run_together
-from areal_async.process.host import visible_gpus
+from areal_async.process.host import LOOPBACK, visible_gpus
 
 
 def own_rank() -> int | None:
@@ -27,34 +27,41 @@ def own_rank() -> int | None:
     return None if rank is None else int(rank)
 
 
-def run_ranks(verb: str, words: Sequence[str], trainer: EngineSettings, *, logs: Path) -> int:
+def run_ranks(verb: str, words: Sequence[str], trainer: EngineSettings, launch: LaunchSettings, *, logs: Path) -> int:
     """Start a verb's ranks; the first of them keeps the terminal. Return its exit status.
 
     Raises:
         PipelineError: a rank failed; where it was a user's mistake, a UserError.
     """
-    _, gpus = share_gpus(visible_gpus(), num_inference=0, num_trainer=trainer.num_ranks)
+    # Alone on its host it needs no other: a job of several hosts may well have it on one.
+    backend = make_backend(launch if trainer.num_hosts > 1 else LaunchSettings())
     base = ProcessSpec(
         name=verb,
         command=(sys.executable, "-m", "areal_async", verb, *words),
-        environment={"OMP_NUM_THREADS": str(trainer.num_threads), "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
+        environment={"OMP_NUM_THREADS": str(trainer.num_threads)},
         output=None,
     )
-    first, *others = rank_specs(base, trainer.num_ranks, directory=logs)
-    specs = [replace(first, output=None), *others]
-    death = anyio.run(_run, specs, backend_options={"use_uvloop": True})
+    places = places_of_ranks(trainer, gpus=visible_gpus(), hosts=backend.hosts)
+
+    async def run() -> Death | None:
+        async with backend.running():
+            address = await backend.address() if trainer.num_hosts > 1 else LOOPBACK
+            first, *others = rank_specs(base, trainer.num_ranks, directory=logs, places=places, address=address)
+            return await _run([replace(first, output=None), *others], backend)
+
+    death = anyio.run(run, backend_options={"use_uvloop": True})
     if death is None:
         return 0
-    if death.name == first.name:
+    if death.name == f"{verb}-0":
         return death.status if death.status > 0 else 1  # it has said why
     error = UserError if death.status == UserError.exit_code else PipelineError
     raise error(death.sentence or str(death))
 
 
-async def _run(specs: Sequence[ProcessSpec]) -> Death | None:
+async def _run(specs: Sequence[ProcessSpec], backend: Backend) -> Death | None:
     processes: list[Process] = []
     try:
-        return await run_together(specs, LocalBackend(), on_start=processes.append)
+        return await run_together(specs, backend, on_start=processes.append)
     finally:
         with anyio.CancelScope(shield=True):
             await end_all(processes, grace_s=0)

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     logs = settings.run_directory / "logs"
     if rank is None and settings.trainer.num_ranks > 1:
         words = ["--run", str(directory.path), "--steps", str(num_steps), *overrides]
-        return run_ranks("replay", words, settings.trainer, logs=logs)
+        return run_ranks("replay", words, settings.trainer, settings.launch, logs=logs)
     log.configure(f"replay-{rank or 0}", logs)
     from areal_async.trainer.replay import run_replay  # torch, not before the settings are known to be right
 

@@ -28,7 +28,7 @@ from areal_async.config.tasks import workflow_name
 from areal_async.errors import PipelineError, UserError, leaves_of
 from areal_async.inference.card_share import CardShare
 from areal_async.launch.backend import Backend
-from areal_async.launch.backends import BACKENDS
+from areal_async.launch.backends import make_backend
 from areal_async.launch.interpreters import check_interpreters
 from areal_async.launch.plan import plan_groups
 from areal_async.launch.reach import place_of, refuse_loopback
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     for notice in chosen.notices:
         say(notice)
     check(settings)
-    backend = BACKENDS[settings.launch.backend]()
+    backend = make_backend(settings.launch)
     # Refuses what this host cannot hold, before anything is removed.
     plan_groups(settings, directory, gpus=gpus, hosts=backend.hosts)
     check_interpreters(settings, gpus, num_hosts=len(backend.hosts))

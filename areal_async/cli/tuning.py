@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     rank, logs = own_rank(), settings.run_directory / "logs"
     if rank is None and settings.trainer.num_ranks > 1:
         words = ["--config", arguments.config] if arguments.config else []
-        return run_ranks(arguments.verb, [*words, *overrides], settings.trainer, logs=logs)
+        return run_ranks(arguments.verb, [*words, *overrides], settings.trainer, settings.launch, logs=logs)
     log.configure(f"{arguments.verb}-{rank or 0}", logs)
     module, _, function = learner.partition(".")  # imported once the settings are known to be right: it loads torch
     getattr(importlib.import_module(f"areal_async.trainer.tuning.{module}"), function)(settings)

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from areal_async.config.algorithm import AlgorithmSettings as AlgorithmSettings
 from areal_async.config.endpoint import EndpointSettings as EndpointSettings
 from areal_async.config.health import HealthSettings as HealthSettings
+from areal_async.config.launch import LaunchSettings as LaunchSettings
 from areal_async.config.lora import LoraSettings as LoraSettings
 from areal_async.config.metrics import MetricsSettings as MetricsSettings
 from areal_async.config.policy import TRUNCATION_REMEDY, check_names
@@ -271,17 +272,6 @@ class InferenceSettings(Section):
     def num_gpus(self) -> int:
         """Derived: GPUs per node, where there are any."""
         return self.num_servers * self.tensor_parallel
-
-
-class LaunchSettings(Section):
-    """Where processes are started."""
-
-    backend: Literal["local", "slurm"] = "local"
-    """``local``: as children of the launcher. ``slurm``: as steps of the allocation that it runs in. Of several hosts
-    there, the launcher's trains and each other one has a node with the servers that ``inference`` says."""
-    join_wait_s: float = Field(default=600.0, ge=0)
-    """Seconds that a node which has joined waits for its run to come back once its launcher is silent; a host may have
-    its own."""
 
 
 class BusSettings(Section):

@@ -43,6 +43,9 @@ class EngineSettings(Section):
 
     num_ranks: int = Field(default=1, ge=1)
     """Trainer processes; one per GPU."""
+    num_hosts: int = Field(default=1, ge=1)
+    """Hosts that they are spread over, as many on each: the first ones that ``launch`` has. Must divide ``num_ranks``;
+    the ranks of one ``tensor_parallel`` group are on one host."""
     pipeline_parallel: int = Field(default=1, ge=1)
     """Ranks that the layers are cut over; a row passes from rank to rank."""
     tensor_parallel: int = Field(default=1, ge=1)
@@ -78,6 +81,11 @@ class EngineSettings(Section):
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type in which gradients are added up over a step's rows and over ranks; bfloat16 sends half the bytes, and
     is less exact."""
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Derived."""
+        return self.num_ranks // self.num_hosts
 
 
 class TrainerSettings(EngineSettings):
@@ -117,6 +125,11 @@ class TrainerSettings(EngineSettings):
 
     @model_validator(mode="after")
     def _check_layouts(self) -> Self:
+        if self.num_ranks % self.num_hosts:
+            raise ValueError(
+                f"num_hosts: got {self.num_hosts} with num_ranks={self.num_ranks}, need as many ranks on each host; "
+                "raise num_ranks to a multiple of it, or lower it"
+            )
         self.lora.check_layout(pipeline_parallel=self.pipeline_parallel, tensor_parallel=self.tensor_parallel)
         for role, layout in (
             ("", self),
@@ -129,6 +142,12 @@ class TrainerSettings(EngineSettings):
                     f"num_ranks: got {self.num_ranks} with {role}pipeline_parallel={layout.pipeline_parallel}, "
                     f"{role}tensor_parallel={layout.tensor_parallel}, {role}replicas={layout.replicas}, "
                     f"need a multiple of {whole}; raise it, or lower one of these"
+                )
+            if self.ranks_per_host % layout.tensor_parallel:
+                raise ValueError(
+                    f"num_hosts: got {self.num_hosts} with num_ranks={self.num_ranks} and "
+                    f"{role}tensor_parallel={layout.tensor_parallel}, need its groups within one host, "
+                    f"of {self.ranks_per_host} ranks; lower num_hosts or {role}tensor_parallel"
                 )
             if self.compile and layout.tensor_parallel > 1:
                 raise ValueError(

@@ -5,6 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from areal_async.config.launch import LaunchSettings
 from areal_async.config.section import OutputPath, Section
 from areal_async.config.settings import DatasetSettings, ModelSettings, RunSettings, TemplateSettings, TrainerSettings
 from areal_async.config.trainer import EngineSettings
@@ -71,6 +72,7 @@ class TuningSettings(Section):
     dataset: DatasetSettings
     trainer: TuningTrainerSettings = TuningTrainerSettings()
     eval: TuningEvalSettings = TuningEvalSettings()
+    launch: LaunchSettings = LaunchSettings()
 
     @property
     def run_directory(self) -> Path:

@@ -1,6 +1,7 @@
 """The seam between supervision and the place where processes run: this host now, a cluster's scheduler as well."""
 
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -49,6 +50,13 @@ class Backend(Protocol):
     @property
     def hosts(self) -> tuple[str, ...]:
         """Where processes can be started, the launcher's own host first."""
+
+    @property
+    def absent(self) -> Mapping[str, str]:
+        """Those of them where nothing can be started now, each with why not."""
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Be at work, for as long as the block lasts; everything below is for within."""
 
     async def address(self) -> str:
         """Return the address at which processes on all of these find what listens on the launcher's host.

@@ -2,8 +2,21 @@
 
 from collections.abc import Callable, Mapping
 
+from areal_async.config.launch import LaunchSettings
 from areal_async.launch.backend import Backend
 from areal_async.launch.local import LocalBackend
 from areal_async.launch.slurm import SlurmBackend
 
-BACKENDS: Mapping[str, Callable[[], Backend]] = {"local": LocalBackend, "slurm": SlurmBackend}
+BACKENDS: Mapping[str, Callable[[LaunchSettings], Backend]] = {
+    "local": lambda _: LocalBackend(),
+    "slurm": lambda _: SlurmBackend(),
+}
+
+
+def make_backend(launch: LaunchSettings) -> Backend:
+    """Return the place that the settings say.
+
+    Raises:
+        UserError: it cannot be had here.
+    """
+    return BACKENDS[launch.backend](launch)

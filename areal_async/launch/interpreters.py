@@ -58,7 +58,7 @@ def check_interpreters(settings: Settings, gpus: tuple[str, ...], *, num_hosts: 
 
     Args:
         gpus: of this host; none asks nobody.
-        num_hosts: of several, this one only trains.
+        num_hosts: of more than have ranks, this one only trains.
 
     Raises:
         UserError: an interpreter cannot be asked, or its torch sees fewer GPUs than it would use; or weights are to be
@@ -67,8 +67,8 @@ def check_interpreters(settings: Settings, gpus: tuple[str, ...], *, num_hosts: 
     if not gpus:
         return []
     nccl = _check_nccl(settings) if settings.inference.weight_transfer == "distributed" else []
-    num_ranks, inference = settings.trainer.num_ranks, settings.inference
-    num_served = settings.num_inference_gpus if num_hosts == 1 else 0
+    num_ranks, inference = settings.trainer.ranks_per_host, settings.inference
+    num_served = settings.num_inference_gpus if num_hosts == settings.trainer.num_hosts else 0
     served, trained = share_gpus(gpus, num_inference=num_served, num_trainer=num_ranks)
     interpreters = [_Interpreter("the trainer", sys.executable, trained, num_ranks)]
     if num_served:

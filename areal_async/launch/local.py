@@ -4,8 +4,9 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 import anyio
@@ -119,6 +120,11 @@ class LocalBackend:
     """Starts children of this process."""
 
     hosts: tuple[str, ...] = (LOOPBACK,)
+    absent: Mapping[str, str] = MappingProxyType({})
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Nothing is to be done for it."""
+        return nullcontext()
 
     async def address(self) -> str:
         """Return that of this host for itself."""

@@ -1,12 +1,15 @@
 """Which processes a run has, and with which environment each of them starts."""
 
 import os
+import secrets
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from areal_async.config.settings import Settings
+from areal_async.config.trainer import EngineSettings
 from areal_async.errors import UserError
 from areal_async.inference.card_share import CardShare
 from areal_async.launch.backend import ProcessSpec
@@ -14,7 +17,7 @@ from areal_async.launch.blockages import excuse_for
 from areal_async.launch.gpus import share_gpus
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import ProcessGroup
-from areal_async.process.host import LOOPBACK, free_port
+from areal_async.process.host import LOOPBACK, RENDEZVOUS, free_port
 
 FIRST_NODE = "0"
 """The node that the launcher starts."""
@@ -38,41 +41,31 @@ def plan_groups(
     *,
     gpus: tuple[str, ...],
     hosts: Sequence[str] = (LOOPBACK,),
+    address: str = LOOPBACK,
+    absent: Container[str] = (),
     share: CardShare | None = None,
 ) -> list[ProcessGroup]:
     """Return the process groups of a run, in the order in which they are to be stopped.
 
-    One host has everything. Of several, the first has the trainer and the controller, and each other one a node.
+    The controller is on the launcher's host; what the others have the settings say (``LaunchSettings``).
 
     Args:
         gpus: those of the first host; the others are taken to have as many, and find out themselves which they are.
         hosts: the launcher's own first.
+        address: the launcher's host's, where ranks on all others find rank 0.
+        absent: those of the hosts that are gone, asked at each start of the ranks.
         share: what a server may take of a GPU that the trainer has too.
 
     Raises:
-        UserError: there are GPUs, but not enough of them, or the two sides are to share those of one host and have
-            several hosts.
+        UserError: there are fewer hosts than are asked for; or GPUs, but not enough of them, or the two sides are to
+            share those of one host and have several hosts.
     """
-    colocate = settings.inference.colocate
-    num_inference, num_ranks = settings.num_inference_gpus, settings.trainer.num_ranks
-    if others := hosts[1:]:
-        if colocate is not None:
-            raise UserError(
-                f"inference.colocate: got {colocate} with {len(hosts)} hosts, of which the first trains and the others "
-                "serve, need one host; leave it out"
-            )
-        share_gpus(gpus, num_inference=num_inference, num_trainer=0)
-        _, trainer_gpus = share_gpus(gpus, num_inference=0, num_trainer=num_ranks)
-        places: list[tuple[str | None, Sequence[str] | None]] = [(host, None) for host in others]
-    else:
-        node_gpus, trainer_gpus = share_gpus(
-            gpus, num_inference=num_inference, num_trainer=num_ranks, colocates=colocate is not None
-        )
-        places = [(None, node_gpus)]
+    places = _Places.of(settings, gpus=gpus, hosts=hosts)
 
     def trainer_specs() -> list[ProcessSpec]:
-        base = role_spec(directory, "trainer", "trainer", num_threads=settings.trainer.num_threads, gpus=trainer_gpus)
-        return rank_specs(base, num_ranks, directory=directory.logs)
+        base = role_spec(directory, "trainer", "trainer", num_threads=settings.trainer.num_threads, gpus=None)
+        chosen = places.of_ranks(absent)
+        return rank_specs(base, settings.trainer.num_ranks, directory=directory.logs, places=chosen, address=address)
 
     def work_done() -> int:
         return directory.checkpointed_step
@@ -89,9 +82,15 @@ def plan_groups(
         ),
         *(
             node_group(
-                settings, directory, node_id=str(index), gpus=node_gpus, host=host, work_done=work_done, share=share
+                settings,
+                directory,
+                node_id=str(index),
+                gpus=place.gpus,
+                host=place.host,
+                work_done=work_done,
+                share=share,
             )
-            for index, (host, node_gpus) in enumerate(places, int(FIRST_NODE))
+            for index, place in enumerate(places.of_nodes, int(FIRST_NODE))
         ),
         ProcessGroup(
             name="controller",
@@ -101,6 +100,92 @@ def plan_groups(
             ends_run=True,
         ),
     ]
+
+
+def places_of_ranks(trainer: EngineSettings, *, gpus: tuple[str, ...], hosts: Sequence[str]) -> "list[Place]":
+    """Return a place for each host that has ranks, where there is nothing else.
+
+    Raises:
+        UserError: there are fewer hosts, or GPUs on one, than are asked for.
+    """
+    _check_num_hosts(trainer, hosts)
+    _, trained = share_gpus(gpus, num_inference=0, num_trainer=trainer.ranks_per_host)
+    others = [Place(host, None if trained else ()) for host in hosts[1 : trainer.num_hosts]]
+    return [Place(None, trained), *others]
+
+
+def _check_num_hosts(trainer: EngineSettings, hosts: Sequence[str]) -> None:
+    if trainer.num_hosts > len(hosts):
+        raise UserError(
+            f"trainer.num_hosts: got {trainer.num_hosts}, need at most {len(hosts)}, as many as there are "
+            f"({', '.join(hosts)}); lower it, or name more in launch.hosts or as the job's --nodes"
+        )
+
+
+class Place(NamedTuple):
+    """Where a process is."""
+
+    host: str | None
+    """None for the launcher's own."""
+    gpus: Sequence[str] | None
+    """None leaves it those that the host gives."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Places:
+    """Which host has ranks, and which a node."""
+
+    hosts: Sequence[str]
+    num_hosts: int
+    """Hosts that have ranks."""
+    served: Sequence[str]
+    """GPUs of a node beside ranks; on a host of its own it takes what there is."""
+    trained: Sequence[str]
+    """GPUs of the ranks on the launcher's host, and beside a node."""
+    has_room: bool
+    """Whether a host with a node has GPUs enough for ranks too."""
+
+    @classmethod
+    def of(cls, settings: Settings, *, gpus: tuple[str, ...], hosts: Sequence[str]) -> Self:
+        trainer, colocate, num_inference = settings.trainer, settings.inference.colocate, settings.num_inference_gpus
+        _check_num_hosts(trainer, hosts)
+        if len(hosts) > 1 and colocate is not None:
+            raise UserError(f"inference.colocate: got {colocate} with {len(hosts)} hosts, need one host; leave it out")
+        is_apart = trainer.num_hosts < len(hosts)
+        if is_apart:
+            served, _ = share_gpus(gpus, num_inference=num_inference, num_trainer=0)
+            _, trained = share_gpus(gpus, num_inference=0, num_trainer=trainer.ranks_per_host)
+        else:
+            served, trained = share_gpus(
+                gpus, num_inference=num_inference, num_trainer=trainer.ranks_per_host, colocates=colocate is not None
+            )
+        has_room = not gpus or num_inference + trainer.ranks_per_host <= len(gpus)
+        return cls(hosts=hosts, num_hosts=trainer.num_hosts, served=served, trained=trained, has_room=has_room)
+
+    @property
+    def of_nodes(self) -> list[Place]:
+        """Hosts without ranks have one each; where there is none, every host does."""
+        if others := self.hosts[self.num_hosts :]:
+            return [Place(host, None) for host in others]
+        return [Place(self._named(host), self.served) for host in self.hosts]
+
+    def of_ranks(self, absent: Container[str]) -> list[Place]:
+        """Return a place for each host that is to have ranks now: another one for what is gone, if one has room."""
+        first, others = self.hosts[: self.num_hosts], self.hosts[self.num_hosts :]
+        present = [host for host in (*first, *(others if self.has_room else ())) if host not in absent]
+        chosen = [*present, *(host for host in first if host in absent)][: self.num_hosts]
+        return [Place(self._named(host), self._gpus_on(host)) for host in chosen]
+
+    def _gpus_on(self, host: str) -> Sequence[str] | None:
+        if host == self.hosts[0] or len(self.hosts) == self.num_hosts or not self.trained:
+            return self.trained  # none, where the first host has none: ranks compute alike
+        if host in self.hosts[self.num_hosts :]:  # beside a node, which takes the first ones
+            num_served = len(self.served)
+            return [str(number) for number in range(num_served, num_served + len(self.trained))]
+        return None
+
+    def _named(self, host: str) -> str | None:
+        return None if host == self.hosts[0] else host
 
 
 def node_group(
@@ -147,27 +232,32 @@ def role_spec(
     )
 
 
-def rank_specs(base: ProcessSpec, num_ranks: int, *, directory: Path) -> list[ProcessSpec]:
-    """Return one process per rank, which find each other as torchrun's would, on a port of their own."""
-    port = free_port(setting="trainer")
-    is_tuned = not base.environment.get("CUDA_VISIBLE_DEVICES") or any(name in os.environ for name in ALLOCATOR)
-    allocator = {} if is_tuned else {ALLOCATOR[0]: EXPANDABLE}
-    return [
-        ProcessSpec(
-            name=f"{base.name}-{rank}",
-            command=base.command,
-            environment={
-                **base.environment,
-                **allocator,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(num_ranks),
-                "LOCAL_WORLD_SIZE": str(num_ranks),
-                "MASTER_ADDR": LOOPBACK,
-                "MASTER_PORT": str(port),
-                ARENAS: os.environ.get(ARENAS, "1"),
-            },
-            output=directory / f"{base.name}-{rank}.out",
-        )
-        for rank in range(num_ranks)
-    ]
+def rank_specs(
+    base: ProcessSpec, num_ranks: int, *, directory: Path, places: Sequence[Place], address: str = LOOPBACK
+) -> list[ProcessSpec]:
+    """Return one process per rank, which find each other as torchrun's would, on a port and by a name of their own.
+
+    Args:
+        places: a host's each; every one has as many ranks, the first one rank 0.
+        address: where the first one is reached from all of them.
+    """
+    port, per_host = free_port(setting="trainer", host=address), num_ranks // len(places)
+    shared = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(per_host),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        RENDEZVOUS: secrets.token_hex(8),
+        ARENAS: os.environ.get(ARENAS, "1"),
+    }
+    specs = []
+    for rank in range(num_ranks):
+        place = places[rank // per_host]
+        environment = {**base.environment, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank % per_host)}
+        if place.gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+        if place.gpus != () and not any(name in os.environ for name in ALLOCATOR):
+            environment[ALLOCATOR[0]] = EXPANDABLE
+        output = directory / f"{base.name}-{rank}.out"
+        specs.append(replace(base, name=f"{base.name}-{rank}", environment=environment, host=place.host, output=output))
+    return specs

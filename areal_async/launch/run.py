@@ -68,8 +68,6 @@ async def launch(
         UserError: the settings, the workflow or the data are at fault, or other hosts could not find the broker.
         PipelineError: the run failed.
     """
-    groups = plan_groups(settings, directory, gpus=visible_gpus(), hosts=backend.hosts, share=share)
-    host = await _broker_host(settings, backend, notify)
     said, changes = anyio.create_memory_object_stream[CrewState](math.inf)  # a group changes a few times at most
 
     def note(change: CrewState) -> None:
@@ -79,6 +77,13 @@ async def launch(
     async with AsyncExitStack() as stack:
         stack.enter_context(said)
         stack.enter_context(changes)
+        await stack.enter_async_context(backend.running())
+        address = await _address(settings, backend)
+        host = _broker_host(settings, address, backend, notify)
+        groups = plan_groups(
+            settings, directory, gpus=visible_gpus(), hosts=backend.hosts, address=address, absent=backend.absent,
+            share=share,
+        )  # fmt: skip
         bus = await stack.enter_async_context(
             _open_run(settings, directory, host=host, is_fresh=start.is_fresh, on_change=note, notify=notify)
         )
@@ -308,19 +313,29 @@ async def _reach(
     raise NotLiveError(f"run {read_settings_of(directory).run.name}: has ended")
 
 
-async def _broker_host(settings: Settings, backend: Backend, notify: Notify) -> str:
-    """Return the address at which the embedded broker is to listen, and say what comes with it.
+async def _address(settings: Settings, backend: Backend) -> str:
+    """Return the address of this host for all of the backend's; of a broker of our own, what the settings say of it.
+
+    Raises:
+        UserError: it cannot be found out.
+    """
+    if settings.bus.url == EMBEDDED and settings.bus.host:
+        return settings.bus.host
+    return await backend.address()
+
+
+def _broker_host(settings: Settings, address: str, backend: Backend, notify: Notify) -> str:
+    """Return where the embedded broker is to listen, and say what comes with it.
 
     Raises:
         UserError: the backend's other hosts would not find it there.
     """
     if settings.bus.url != EMBEDDED:
         return LOOPBACK
-    host = settings.bus.host or await backend.address()
-    refuse_loopback(host, backend.hosts[1:], is_ours=True)
-    if host != LOOPBACK:
-        notify(f"the broker listens at {host}: it asks for keys, and encrypts nothing; bus.url takes one with TLS")
-    return host
+    refuse_loopback(address, backend.hosts[1:], is_ours=True)
+    if address != LOOPBACK:
+        notify(f"the broker listens at {address}: it asks for keys, and encrypts nothing; bus.url takes one with TLS")
+    return address
 
 
 @asynccontextmanager

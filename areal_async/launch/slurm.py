@@ -9,12 +9,13 @@ or where it stands, is signalled alone, and on another host by a step that does 
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -28,7 +29,7 @@ from areal_async.process import stacks
 from areal_async.process.host import LOOPBACK
 from areal_async.process.parent_death import guarded
 
-PROGRAMS = ("srun", "scancel", "scontrol")
+PROGRAMS = ("srun", "scancel", "scontrol", "sinfo")
 SIGNALLED = 128
 """``srun`` ends with this and the number of the signal that ended its step."""
 DEADLINE_S = 120
@@ -37,6 +38,10 @@ passes on, and for an answer."""
 NOISE = ("srun: ", "slurmstepd")
 _SAY = 'echo "$SLURM_JOB_ID.$SLURM_STEP_ID $$" > "$1"; shift; exec "$@"'
 """What the step runs: its identity, then its command."""
+LOOK_S = 5.0
+"""From one question which hosts are gone to the next."""
+GONE = re.compile(r"^(down|fail|failg|boot|pow_dn|poff|unk)|\*")
+"""Short states of a host on which nothing starts; a star says that it does not answer."""
 CONNECT_DEADLINE_S = 5
 _CONNECT = """
 import socket, sys
@@ -165,6 +170,32 @@ class SlurmBackend:
         ask = ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", self._host)]
         names = _answer(ask).split()
         self.hosts = (self._host, *(name for name in names if name != self._host))
+        self.absent: dict[str, str] = {}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Ask Slurm again and again which hosts are gone, where there are others."""
+        async with anyio.create_task_group() as looks:
+            if self.hosts[1:]:
+                looks.start_soon(self._run_looks)
+            yield
+            looks.cancel_scope.cancel()
+
+    async def _run_looks(self) -> None:
+        """Keep up which hosts are gone.
+
+        consumes:     what Slurm says of its hosts
+        waits for:    the next look
+        produces:     ``absent``
+        unblocked by: cancellation alone
+        """
+        ask = ["sinfo", "--noheader", "--Node", "--format=%N %t", f"--nodes={','.join(self.hosts[1:])}"]
+        while True:
+            with suppress(UserError):  # the controller does not answer for a while
+                gone = absent_in(await anyio.to_thread.run_sync(_answer, ask, abandon_on_cancel=True))
+                self.absent.clear()
+                self.absent.update(gone)
+            await anyio.sleep(LOOK_S)
 
     async def address(self) -> str:
         """Return the address at which Slurm's own step on another host reaches this one; the loopback without others.
@@ -209,6 +240,12 @@ class SlurmBackend:
             raise PipelineError(f"{spec.name}: cannot be started: {exc}") from exc
         child = await start_child(spec, guarded(step, by=signal.SIGTERM))  # srun passes it on to its step
         return SlurmProcess(spec, *child, host=host, is_here=host == self._host)
+
+
+def absent_in(said: str) -> dict[str, str]:
+    """Return the hosts that are gone by what ``sinfo`` says, a host and its state a line, each with why. Pure."""
+    states = [line.split() for line in said.splitlines() if len(line.split()) == 2]
+    return {host: f"Slurm says that it is {state}" for host, state in states if GONE.search(state)}
 
 
 def identity_of(spec: ProcessSpec) -> Path:

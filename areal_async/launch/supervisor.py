@@ -4,6 +4,7 @@
     a death   the whole group is started again after a pause, until its limit; then the run ends with the cause. Deaths
               long ago, or before work that lasts, no longer count: a run of weeks outlives any number of them. Nor
               does one with an excuse: what caused it is known and will not be run again
+    a host    that is gone is waited for, where no other has room for the group
     status 2  the user's mistake: the run ends at once with that process's sentence
     the end   the group that ``ends_run`` exits 0, then the others are stopped
 
@@ -32,6 +33,8 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
 MAX_EXCUSED = 100
 """Deaths with an excuse, without any lasting work between them, after which the next ones count."""
+HOST_LOOK_S = 1.0
+"""From one look whether a host that is gone is back to the next."""
 FAILED_STOP_S = 10.0
 """How long processes get to end themselves once the run has failed."""
 
@@ -267,8 +270,28 @@ class RunSupervisor:
     async def _run_once(self, member: _SupervisedGroup) -> Death | None:
         member.processes = []
         member.num_starts += 1
+        specs = await self._specs_where_there_are_hosts(member)
+        if self._stopping.is_set():
+            return None
         self._note_change(member, "running", member.last_death)
-        return await run_together(member.group.make_specs(), self._backend, on_start=member.on_start)
+        return await run_together(specs, self._backend, on_start=member.on_start)
+
+    async def _specs_where_there_are_hosts(self, member: _SupervisedGroup) -> Sequence[ProcessSpec]:
+        """Return what is to be started, once no host of it is gone; or when a stop begins."""
+        said: str | None = None
+        while True:
+            specs = member.group.make_specs()
+            gone = [spec.host for spec in specs if spec.host is not None and spec.host in self._backend.absent]
+            if not gone or self._stopping.is_set():
+                return specs
+            host = gone[0]
+            sentence = f"{member.group.name} waits for host {host}: {self._backend.absent[host]}"
+            if said != host:
+                said = host
+                self._notify(sentence)
+                self._note_change(member, "waiting", sentence)
+            with anyio.move_on_after(HOST_LOOK_S):
+                await self._stopping.wait()
 
     def _note_change(self, member: _SupervisedGroup, state: str, reason: str = "") -> None:
         if state == "died":

@@ -20,6 +20,8 @@ PROBE_DEADLINE_S = 10.0
 DEVICES = Path("/dev")
 SIOCGIFADDR = 0x8915
 """Linux's question for the IPv4 address of an interface; a ``struct ifreq`` has it in bytes 20 to 24."""
+RENDEZVOUS = "RENDEZVOUS_ID"
+"""Environment variable that names one start of processes which meet: those of another start meet nobody of it."""
 LOOPBACK = "127.0.0.1"
 ANY = "0.0.0.0"
 """What listens there listens at every address of the host; nobody connects to it."""

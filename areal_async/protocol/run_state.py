@@ -35,9 +35,9 @@ class CrewState(Record, frozen=True, kw_only=True):
 
     name: str
     state: str
-    """``running``, ``died`` (it will be started again), ``stopped`` or ``finished``."""
+    """``running``, ``died`` (it will be started again), ``waiting`` (for a host), ``stopped`` or ``finished``."""
     reason: str = ""
-    """Why it died the last time."""
+    """Why it died the last time, or waits."""
     num_starts: Count = 0
     at: str = ""
     """Time of the last change, in UTC as ISO 8601."""

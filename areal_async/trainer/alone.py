@@ -27,6 +27,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from areal_async.config.settings import Settings
 from areal_async.config.sources import load_settings
+from areal_async.process.host import RENDEZVOUS
 from areal_async.process.parent_death import die_with_parent
 from areal_async.protocol.types import Cut, Version
 from areal_async.protocol.wire import decode_slot, encode_trajectory
@@ -40,7 +41,7 @@ DEADLINE_S = 600.0
 _ENDED = (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError, OSError)
 """What is raised by the pipes of a process that is no more."""
 MAX_ANSWER_BYTES = 1 << 20
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", RENDEZVOUS)
 """What makes a process one of several ranks."""
 
 
@@ -118,7 +119,7 @@ def _settings_alone(settings: Settings) -> Settings:
     whole = {"pipeline_parallel": 1, "tensor_parallel": 1, "replicas": 1}
     trainer = settings.trainer
     roles = {name: getattr(trainer, name).model_copy(update=whole) for name in ("critic", "reference")}
-    alone = {"num_ranks": 1, "pipeline_schedule": "1f1b"} | whole | roles
+    alone = {"num_ranks": 1, "num_hosts": 1, "pipeline_schedule": "1f1b"} | whole | roles
     return settings.model_copy(update={"trainer": trainer.model_copy(update=alone)})
 
 

@@ -21,7 +21,7 @@ from areal_async.doctor.preflight.reach import check_hosts
 from areal_async.doctor.preflight.sharing import CHECK, check_sharing
 from areal_async.doctor.preflight.software import check_compiler, check_server_program, check_versions
 from areal_async.errors import UserError
-from areal_async.launch.backends import BACKENDS
+from areal_async.launch.backends import make_backend
 
 __all__ = ["PreflightFinding", "Level", "look_ahead"]
 
@@ -68,7 +68,7 @@ async def look_ahead(settings: Settings) -> AsyncIterator[PreflightFinding]:
 async def _check_places(settings: Settings, machine: Machine) -> list[PreflightFinding]:
     """Look at the hosts that processes would have, and at their share of the GPUs."""
     try:
-        backend = await anyio.to_thread.run_sync(BACKENDS[settings.launch.backend])
+        backend = await anyio.to_thread.run_sync(make_backend, settings.launch)
     except UserError as mistake:
         return [of_mistake("hosts", mistake)]
     shares = await in_thread("GPUs", check_processes, settings, machine, backend.hosts)

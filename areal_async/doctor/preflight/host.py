@@ -26,7 +26,7 @@ def check_processes(
     """Share the GPUs as the launcher will, and have torch count them, or count threads against cores.
 
     Args:
-        hosts: that the run would have, this one first; of several, the others have the servers.
+        hosts: that the run would have, this one first.
     """
     gpus = visible_gpus()
     plan_groups(settings, RunDirectory(settings.run_directory), gpus=gpus, hosts=hosts)
@@ -37,8 +37,8 @@ def check_processes(
             yield good("torch", told)
         return
     trainer, served = settings.trainer, settings.inference
-    num_threads = trainer.num_ranks * trainer.num_threads
-    if len(hosts) == 1:
+    num_threads = trainer.ranks_per_host * trainer.num_threads
+    if len(hosts) == trainer.num_hosts:
         num_threads += served.num_servers * served.num_threads
     saw = f"{num_threads} busy threads on {machine.num_cores} cores, no GPU"
     cure = "lower trainer.num_threads or inference.num_threads; they take turns else"

@@ -211,7 +211,7 @@ def _beside_gpus(settings: Settings, memory_bytes: int, num_gpus: int, sizes: di
     rank_bytes = PROCESS_BYTES + _beside_bytes(settings, sizes)
     if settings.trainer.cpu_offload:
         rank_bytes += bytes_of_rank(settings, sizes, offloads=False) - bytes_of_rank(settings, sizes, offloads=True)
-    num_ranks = min(settings.trainer.num_ranks, num_gpus)
+    num_ranks = min(settings.trainer.ranks_per_host, num_gpus)
     check = f"host memory of {num_ranks} ranks with GPUs"
     total = num_ranks * rank_bytes + _sent_bytes(settings, sizes["actor"])
     return _judge(check, total, memory_bytes, where="this host", cure="raise trainer.num_ranks")
@@ -268,7 +268,7 @@ def _on_host(settings: Settings, memory_bytes: int, size: ModelSize, rank_bytes:
     num_tokens = min(num_tokens, served.max_running_requests * (served.context_length or size.context or num_tokens))
     # A swap stages the new weights beside the old ones.
     server = 2 * size.weights_bytes(dtype=dtype) + num_tokens * size.cache_bytes_per_token(dtype=dtype)
-    num_ranks, num_servers = settings.trainer.num_ranks, served.num_servers
+    num_ranks, num_servers = settings.trainer.ranks_per_host, served.num_servers
     total = num_ranks * (rank_bytes + PROCESS_BYTES) + num_servers * (server + PROCESS_BYTES) + 2 * PROCESS_BYTES
     total += _sent_bytes(settings, size)
     check = f"memory of {num_ranks} ranks and {num_servers} servers"

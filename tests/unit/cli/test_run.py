@@ -301,7 +301,7 @@ def test_a_loopback_is_refused_where_other_hosts_are_to_find_the_broker(
     cure: str,
 ) -> None:
     """Before a run of that name is removed."""
-    monkeypatch.setitem(BACKENDS, "local", _Two)
+    monkeypatch.setitem(BACKENDS, "local", lambda _: _Two())
 
     assert main(["run", "workflows/gsm8k.py", *words, "--fresh"]) == 2
 

@@ -25,17 +25,17 @@ MAY_CHANGE = {
     "algorithm": """filter_equal_groups loss ratio_level eps_clip eps_clip_higher dual_clip tau_pos tau_neg divergence
         m2_threshold decoupled proximal correction behave_weight_cap behave_weight_floor aggregation
         aggregation_constant kl_coef kl_estimator entropy_coef gae_lambda value_clip num_minibatches""",
-    "trainer": """num_ranks engine pipeline_parallel pipeline_schedule pipeline_stages_per_rank tensor_parallel replicas
-        lr warmup_steps schedule weight_decay betas eps max_grad_norm token_budget checkpoint_every_steps
-        keep_checkpoints keep_every_steps keep_best async_checkpoints num_threads activation_checkpointing compile
-        cpu_offload reduce_dtype max_restarts lora.transfer""",
+    "trainer": """num_ranks num_hosts engine pipeline_parallel pipeline_schedule pipeline_stages_per_rank
+        tensor_parallel replicas lr warmup_steps schedule weight_decay betas eps max_grad_norm token_budget
+        checkpoint_every_steps keep_checkpoints keep_every_steps keep_best async_checkpoints num_threads
+        activation_checkpointing compile cpu_offload reduce_dtype max_restarts lora.transfer""",
     "trainer.critic": "pipeline_parallel tensor_parallel replicas lr warmup_steps max_grad_norm",
     "trainer.reference": "pipeline_parallel tensor_parallel replicas",
     "metrics": """tensorboard wandb_project prometheus prometheus_host traces traces_ratio traces_texts
         traces_key""",
     "health": "equal_rewards_steps logprob_gap untrained_batches",
     "endpoint": "host on_unsupported",
-    "launch": "backend join_wait_s",
+    "launch": "backend hosts remote_command join_wait_s",
     "bus": """url replicas credentials ca monitor_url host http_port port max_disk_bytes operation_deadline_s""",
 }
 """Section -> those of its settings that a start may say otherwise. Some have bounds (``resumed``)."""

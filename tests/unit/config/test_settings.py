@@ -8,7 +8,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from areal_async.config.reward_model import RewardModelSettings
-from areal_async.config.settings import Settings
+from areal_async.config.settings import Settings, TrainerSettings
 from areal_async.config.sft import SftSettings
 from areal_async.config.sources import load_kind
 from areal_async.config.tree import annotation_at, describe, leaves
@@ -127,6 +127,42 @@ def test_what_cannot_be_on_one_gpu_is_refused(given: dict[str, Any], message: st
     Settings.model_validate({"inference": {**given, "colocate": None}})
     with pytest.raises(ValidationError, match=message):
         Settings.model_validate({"inference": given})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_ranks": 3, "num_hosts": 2}, "num_hosts: got 2 with num_ranks=3, need as many ranks on each host"),
+        (
+            {"num_ranks": 4, "num_hosts": 4, "tensor_parallel": 2},
+            "num_hosts: got 4 with num_ranks=4 and tensor_parallel=2, need its groups within one host, of 1 ranks",
+        ),
+        (
+            {"num_ranks": 4, "num_hosts": 4, "reference": {"tensor_parallel": 2}},
+            "num_hosts: got 4 with num_ranks=4 and reference.tensor_parallel=2, need its groups within one host",
+        ),
+    ],
+)
+def test_ranks_that_cannot_be_spread_over_hosts_are_refused(given: dict[str, Any], message: str) -> None:
+    TrainerSettings.model_validate({**given, "num_ranks": 4, "num_hosts": 2})
+    with pytest.raises(ValidationError, match=message):
+        TrainerSettings.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"backend": "slurm"}, "hosts: got a, b with backend=slurm, which has hosts of its own, need local"),
+        ({"hosts": ["a", "a"]}, "need a different name for each"),
+        ({"remote_command": "ssh {name}"}, "remote_command: got 'ssh {name}' .*need words"),
+        ({"remote_command": " "}, "remote_command: got nothing, need a command"),
+    ],
+)
+def test_hosts_that_cannot_be_had_are_refused(given: dict[str, Any], message: str) -> None:
+    usual = {"hosts": ["a", "b"]}
+    Settings.model_validate({"launch": usual})
+    with pytest.raises(ValidationError, match=message):
+        Settings.model_validate({"launch": usual | given})
 
 
 def test_servers_of_another_model_share_no_gpu_with_the_trainer() -> None:

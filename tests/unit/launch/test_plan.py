@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,10 @@ def test_ranks_find_each_other_as_torchruns_would(tmp_path: Path) -> None:
         assert spec.output == tmp_path / "logs" / f"trainer-{rank}.out"
     assert first.environment["MASTER_PORT"] == second.environment["MASTER_PORT"]
     assert re.fullmatch(r"\d+", first.environment["MASTER_PORT"])
+    assert first.environment["RENDEZVOUS_ID"] == second.environment["RENDEZVOUS_ID"]
+    again, _ = trainer.make_specs()  # of which those of before are to hear nothing
+    for name in ("MASTER_PORT", "RENDEZVOUS_ID"):
+        assert again.environment[name] != first.environment[name]
     assert node.make_specs()[0].environment == {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0"}
     assert controller.make_specs()[0].environment["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -128,6 +133,64 @@ def test_of_several_hosts_the_first_trains_with_all_its_gpus_and_the_others_gene
     assert all("CUDA_VISIBLE_DEVICES" not in spec.environment for group in nodes for spec in group.make_specs())
     with pytest.raises(UserError, match="got 4 GPUs, need at most 3"):
         plan_groups(settings, RunDirectory(tmp_path), gpus=FOUR[:3], hosts=hosts)
+
+
+def _hosts_of_ranks(settings: Settings, directory: Path, hosts: tuple[str, ...], **keywords: Any) -> list[Any]:
+    trainer, *_ = plan_groups(settings, RunDirectory(directory), hosts=hosts, **keywords)
+    taken = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES")
+    return [(spec.host, *(spec.environment.get(name) for name in taken)) for spec in trainer.make_specs()]
+
+
+def test_ranks_are_spread_over_the_first_hosts_and_the_others_generate(tmp_path: Path) -> None:
+    settings = Settings(trainer=TrainerSettings(num_ranks=4, num_hosts=2))
+    hosts = ("a", "b", "c")
+
+    _, *nodes, _ = plan_groups(settings, RunDirectory(tmp_path), gpus=FOUR, hosts=hosts)
+
+    assert _hosts_of_ranks(settings, tmp_path, hosts, gpus=FOUR, address="127.0.0.2") == [
+        (None, "0", "0", "2", "127.0.0.2", "0,1"),
+        (None, "1", "1", "2", "127.0.0.2", "0,1"),
+        ("b", "2", "0", "2", "127.0.0.2", None),  # which GPUs it gives away is known there alone
+        ("b", "3", "1", "2", "127.0.0.2", None),
+    ]
+    assert [spec.host for group in nodes for spec in group.make_specs()] == ["c"]
+
+
+def test_where_no_host_is_left_over_each_shares_its_gpus_between_its_node_and_its_ranks(tmp_path: Path) -> None:
+    settings = Settings(trainer=TrainerSettings(num_ranks=4, num_hosts=2))
+
+    _, *nodes, _ = plan_groups(settings, RunDirectory(tmp_path), gpus=FOUR, hosts=("a", "b"))
+
+    ranks = _hosts_of_ranks(settings, tmp_path, ("a", "b"), gpus=FOUR)
+    assert [(host, gpus) for host, *_, gpus in ranks] == [(None, "1,2"), (None, "1,2"), ("b", "1,2"), ("b", "1,2")]
+    specs = [spec for group in nodes for spec in group.make_specs()]
+    assert [(one.host, one.environment["CUDA_VISIBLE_DEVICES"]) for one in specs] == [(None, "0"), ("b", "0")]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "absent", "chosen"),
+    [
+        (FOUR, (), [None, "b"]),
+        (FOUR, ("b",), [None, "c"]),  # beside its node
+        (FOUR[:3], ("b",), [None, "b"]),  # no other has GPUs enough for both: it is waited for
+        ((), ("b", "c"), [None, "d"]),
+        ((), ("b", "c", "d"), [None, "b"]),
+    ],
+)
+def test_a_host_that_is_gone_is_left_out_where_another_one_has_room(
+    tmp_path: Path, gpus: tuple[str, ...], absent: tuple[str, ...], chosen: list[str | None]
+) -> None:
+    settings = Settings(trainer=TrainerSettings(num_ranks=4, num_hosts=2), inference=InferenceSettings(num_servers=2))
+    ranks = _hosts_of_ranks(settings, tmp_path, ("a", "b", "c", "d"), gpus=gpus, absent=absent)
+
+    assert [host for host, *_ in ranks[::2]] == chosen
+    assert [gpus for host, *_, gpus in ranks if host == "c"] == (["2,3"] * 2 if "c" in chosen else [])
+
+
+def test_more_hosts_than_there_are_are_refused(tmp_path: Path) -> None:
+    settings = Settings(trainer=TrainerSettings(num_ranks=4, num_hosts=4))
+    with pytest.raises(UserError, match=r"trainer.num_hosts: got 4, need at most 2, as many as there are \(a, b\)"):
+        plan_groups(settings, RunDirectory(tmp_path), gpus=(), hosts=("a", "b"))
 
 
 def test_frozen_policies_have_gpus_of_their_own(tmp_path: Path) -> None:

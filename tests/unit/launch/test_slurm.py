@@ -9,8 +9,9 @@ import pytest
 from areal_async.config.settings import LaunchSettings
 from areal_async.errors import UserError
 from areal_async.launch.backend import ProcessSpec
-from areal_async.launch.backends import BACKENDS
-from areal_async.launch.slurm import PROGRAMS, SlurmBackend, step_command
+from areal_async.launch.backends import BACKENDS, make_backend
+from areal_async.launch.local import LocalBackend
+from areal_async.launch.slurm import PROGRAMS, SlurmBackend, absent_in, step_command
 
 
 def test_a_step_is_one_task_on_its_host_beside_others_and_sets_its_environment_inside(tmp_path: Path) -> None:
@@ -24,9 +25,24 @@ def test_a_step_is_one_task_on_its_host_beside_others_and_sets_its_environment_i
     assert command[-6:] == [str(tmp_path / "id"), "env", "GREETING=hello", sys.executable, "-c", "pass"]
 
 
-def test_a_run_takes_the_backend_that_its_settings_name() -> None:
+def test_a_run_takes_the_backend_that_its_settings_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(BACKENDS) == set(get_args(LaunchSettings.model_fields["backend"].annotation))
-    assert BACKENDS["slurm"] is SlurmBackend
+    for program in PROGRAMS:  # Slurm's, of which one answers with a name
+        (tmp_path / program).write_text("#!/bin/sh\necho host7\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    monkeypatch.setenv("SLURMD_NODENAME", "host7")
+
+    assert isinstance(make_backend(LaunchSettings(backend="slurm")), SlurmBackend)
+    assert type(make_backend(LaunchSettings())) is LocalBackend
+
+
+def test_hosts_are_gone_that_slurm_says_are_down_or_do_not_answer() -> None:
+    gone = absent_in("a idle\nb down*\nc alloc*\nd mix\ne drain\nf fail\n")
+
+    assert set(gone) == {"b", "c", "f"}
+    assert gone["c"] == "Slurm says that it is alloc*"
 
 
 def test_without_an_allocation_its_programs_or_their_answer_it_is_refused(

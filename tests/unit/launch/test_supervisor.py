@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -262,6 +263,36 @@ async def test_excuses_without_end_and_without_lasting_work_count_at_last(
         await stage.run()
 
     assert len(stage.backend.started) == 3
+
+
+async def test_a_host_that_is_gone_is_waited_for_and_used_once_it_is_back(stage: _Stage) -> None:
+    stage.add("controller", "pass", ends_run=True)
+    place = stage.groups[0].make_specs
+    stage.groups[0] = replace(stage.groups[0], make_specs=lambda: [replace(spec, host="b") for spec in place()])
+    stage.backend.absent = gone = {"b": "its agent is silent"}
+
+    async with anyio.create_task_group() as tasks:
+
+        async def come_back() -> None:
+            await until(lambda: bool(stage.told))
+            assert stage.backend.started == []
+            gone.clear()
+
+        tasks.start_soon(come_back)
+        assert await stage.run() is RunEnd.FINISHED
+
+    assert stage.told[0] == "controller waits for host b: its agent is silent"
+    assert len(stage.backend.started) == 1
+
+
+async def test_a_stop_ends_the_wait_for_a_host(stage: _Stage) -> None:
+    stage.add("controller", "pass", ends_run=True)
+    place = stage.groups[0].make_specs
+    stage.groups[0] = replace(stage.groups[0], make_specs=lambda: [replace(spec, host="b") for spec in place()])
+    stage.backend.absent = {"b": "its agent is silent"}
+
+    assert await stage.run_and_signal((lambda: bool(stage.told), signal.SIGINT)) is RunEnd.STOPPED
+    assert stage.backend.started == []
 
 
 async def test_mistake_of_the_user_ends_the_run_at_once_with_its_sentence(stage: _Stage) -> None:

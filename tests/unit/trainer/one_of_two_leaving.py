@@ -1,11 +1,13 @@
 """What each of two ranks does, of which the second leaves."""
 
 import os
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
-from areal_async.trainer.engine.parallel.ranks import Ranks, is_of_peers
+from areal_async.trainer.engine.parallel.ranks import Ranks, is_of_peers, joined_ranks
 
 
 def miss_a_peer(ranks: Ranks) -> bool:
@@ -18,3 +20,11 @@ def miss_a_peer(ranks: Ranks) -> bool:
     except RuntimeError as exc:
         return is_of_peers(ExceptionGroup("calls", [exc]))
     return False
+
+
+def meet(environment: Mapping[str, str], pipe: Connection) -> None:
+    """Tell what the first rank says, once all have met."""
+    os.environ.update(environment)
+    pipe.send("comes")
+    with joined_ranks(deadline_s=60.0) as ranks:
+        pipe.send(ranks.broadcast_bytes(environment["RENDEZVOUS_ID"].encode() if ranks.rank == 0 else None))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from areal_async.errors import PipelineError, leaves_of
 from areal_async.process.device import own_device
-from areal_async.process.host import interface_towards
+from areal_async.process.host import RENDEZVOUS, interface_towards
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Names the network interface of gloo's groups; a user's own stands."""
@@ -133,8 +133,8 @@ def is_of_peers(error: BaseException) -> bool:
 def joined_ranks(*, deadline_s: float, num_threads: int = 1) -> Iterator[Ranks]:
     """Join the ranks that the environment names as torchrun does, or stand alone, for as long as the block runs.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Takes this rank's GPU where there
-    is one. A rank whose block fails has to end its process at once, as the command line
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, and ``RENDEZVOUS``, which torchrun does not set. Takes
+    this rank's GPU where there is one. A rank whose block fails has to end its process at once, as the command line
     does (``areal_async.__main__``).
 
     Args:
@@ -160,8 +160,7 @@ def joined_ranks(*, deadline_s: float, num_threads: int = 1) -> Iterator[Ranks]:
             rank=rank,
             world_size=size,
             timeout=deadline,
-            # A store of our own needs neither a port nor an environment.
-            store=dist.HashStore() if size == 1 else None,
+            store=_store(rank, size, deadline),
         )
         control = dist.new_group(backend="gloo", timeout=deadline)
     except (RuntimeError, ValueError) as exc:
@@ -175,6 +174,21 @@ def joined_ranks(*, deadline_s: float, num_threads: int = 1) -> Iterator[Ranks]:
         # wait for this rank.
         if is_whole or size == 1:
             dist.destroy_process_group()
+
+
+def _store(rank: int, size: int, deadline: timedelta) -> dist.Store | None:
+    """Return where the ranks of this start meet, and no others: one that was cut off may come when it is replaced.
+
+    None where torchrun has made one.
+    """
+    if size == 1:
+        return dist.HashStore()  # needs neither a port nor an environment
+    if (start := os.environ.get(RENDEZVOUS)) is None:
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # Nobody is counted: who comes late may be of an older start.
+    store = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=deadline, wait_for_workers=False)
+    return dist.PrefixStore(start, store)
 
 
 def _choose_interface() -> None:

@@ -17,7 +17,7 @@ from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks, is_of_peers
 from tests.unit.trainer.models import engine_of, random_rows
 from tests.unit.trainer.one_of_two_failing import be_a_rank
-from tests.unit.trainer.one_of_two_leaving import miss_a_peer
+from tests.unit.trainer.one_of_two_leaving import meet, miss_a_peer
 from tests.unit.trainer.one_of_two_ranks import interface_of_gloo, speak_and_train
 from tests.unit.trainer.rank_workers import DEADLINE_S, RankWorkers, forked
 from tests.unit.trainer.receivers import Receiver, are_equal
@@ -201,3 +201,29 @@ def test_a_rank_that_fails_ends_though_a_thread_of_it_is_in_a_collective_and_its
             process.kill()
             process.join()
     assert log.read_text().splitlines()[-2:] == ["still joined: True", "no room"]
+
+
+def test_a_rank_of_an_older_start_meets_nobody_of_a_newer_one_at_the_same_port() -> None:
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0"}
+    pipes, processes = [], []
+    for start, rank in (("older", "1"), ("newer", "0"), ("newer", "1")):
+        ours, theirs = forked.Pipe()
+        environment = shared | {"RENDEZVOUS_ID": start, "RANK": rank}
+        processes.append(forked.Process(target=meet, args=(environment, theirs), daemon=True))
+        pipes.append(ours)
+    older, first, second = pipes
+    try:
+        for process, pipe in zip(processes[:2], pipes[:2], strict=True):
+            process.start()
+            assert pipe.recv() == "comes"
+        assert not first.poll(6.0), "the first of the newer start has met the older start's second"
+        processes[2].start()
+        assert second.recv() == "comes"
+        for pipe in (first, second):
+            assert pipe.poll(DEADLINE_S)
+            assert pipe.recv() == b"newer"
+        assert not older.poll(0)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

@@ -1,0 +1,46 @@
+"""The ``launch`` section: where processes are started."""
+
+import shlex
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from areal_async.config.section import Section
+
+
+class LaunchSettings(Section):
+    """Where processes are started.
+
+    Of several hosts the first ``trainer.num_hosts`` have the trainer's ranks, and each other one a node with the
+    servers that ``inference`` says. Where none is left over, each has both.
+    """
+
+    backend: Literal["local", "slurm"] = "local"
+    """``local``: as children of the launcher. ``slurm``: as steps of the allocation that it runs in."""
+    join_wait_s: float = Field(default=600.0, ge=0)
+    """Seconds that a node which has joined waits for its run to come back once its launcher is silent; a host may have
+    its own."""
+    hosts: tuple[str, ...] = ()
+    """With ``local``: hosts beside the launcher's own, on which an agent starts processes. They see the run directory
+    and this installation under the same paths."""
+    remote_command: str = "ssh -o BatchMode=yes -o ServerAliveInterval=20 {host}"
+    """What runs a command on one of ``hosts``, before that command's words; it needs no terminal and no password."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.hosts and self.backend != "local":
+            raise ValueError(
+                f"hosts: got {', '.join(self.hosts)} with backend={self.backend}, which has hosts of its own, need "
+                "local; leave them out"
+            )
+        if len(set(self.hosts)) < len(self.hosts) or not all(self.hosts):
+            raise ValueError(f"hosts: got {list(self.hosts)}, need a different name for each; name each once")
+        try:
+            words = shlex.split(self.remote_command.format(host="host"))
+        except (ValueError, LookupError) as exc:
+            raise ValueError(
+                f"remote_command: got {self.remote_command!r} ({exc}), need words, {{host}} among them"
+            ) from exc
+        if not words:
+            raise ValueError("remote_command: got nothing, need a command; write it like ssh {host}")
+        return self
