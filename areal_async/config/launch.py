@@ -23,7 +23,7 @@ class LaunchSettings(Section):
     hosts: tuple[str, ...] = ()
     """With ``local``: hosts beside the launcher's own, on which an agent starts processes. They see the run directory
     and this installation under the same paths."""
-    remote_command: str = "ssh -o BatchMode=yes -o ServerAliveInterval=20 {host}"
+    remote_command: str = "ssh -o BatchMode=yes -o ServerAliveInterval=25 {host}"
     """What runs a command on one of ``hosts``, before that command's words; it needs no terminal and no password."""
 
     @model_validator(mode="after")

@@ -65,8 +65,8 @@ class Backend(Protocol):
             UserError: it cannot be found out.
         """
 
-    async def cannot_reach(self, address: str, port: int) -> Mapping[str, str]:
-        """Return the other hosts from which nothing can connect there, each with why not."""
+    async def cannot_run(self, code: str, *words: str) -> Mapping[str, str]:
+        """Run a piece of Python on each other host; return those where it fails, each with its last words."""
 
     async def start(self, spec: ProcessSpec) -> Process:
         """Start one process.

@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 
 from areal_async.config.launch import LaunchSettings
 from areal_async.launch.backend import Backend
+from areal_async.launch.hosts import HostsBackend
 from areal_async.launch.local import LocalBackend
 from areal_async.launch.slurm import SlurmBackend
 
 BACKENDS: Mapping[str, Callable[[LaunchSettings], Backend]] = {
-    "local": lambda _: LocalBackend(),
+    "local": lambda launch: HostsBackend(launch) if launch.hosts else LocalBackend(),
     "slurm": lambda _: SlurmBackend(),
 }
 

@@ -130,7 +130,7 @@ class LocalBackend:
         """Return that of this host for itself."""
         return LOOPBACK
 
-    async def cannot_reach(self, address: str, port: int) -> Mapping[str, str]:
+    async def cannot_run(self, code: str, *words: str) -> Mapping[str, str]:
         """Return nothing: there is no other host."""
         return {}
 

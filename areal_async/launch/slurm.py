@@ -42,14 +42,6 @@ LOOK_S = 5.0
 """From one question which hosts are gone to the next."""
 GONE = re.compile(r"^(down|fail|failg|boot|pow_dn|poff|unk)|\*")
 """Short states of a host on which nothing starts; a star says that it does not answer."""
-CONNECT_DEADLINE_S = 5
-_CONNECT = """
-import socket, sys
-try:
-    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=float(sys.argv[3])).close()
-except OSError as exc:
-    sys.exit(str(exc))
-"""
 
 
 def on_host(host: str, name: str, *command: str) -> list[str]:
@@ -208,22 +200,21 @@ class SlurmBackend:
         ask = on_host(others[0], "address", "printenv", "SLURM_LAUNCH_NODE_IPADDR")
         return await anyio.to_thread.run_sync(_answer, ask)
 
-    async def cannot_reach(self, address: str, port: int) -> Mapping[str, str]:
-        """Connect from a step on each other host; return those that cannot, each with why not."""
+    async def cannot_run(self, code: str, *words: str) -> Mapping[str, str]:
+        """Run a piece of Python as a step on each other host; return those where it fails, each with its last words."""
         lost: dict[str, str] = {}
 
-        async def connect(host: str) -> None:
-            words = (sys.executable, "-c", _CONNECT, address, str(port), str(CONNECT_DEADLINE_S))
-            ask = ["timeout", str(DEADLINE_S), *on_host(host, "connect", *words)]
+        async def run(host: str) -> None:
+            ask = ["timeout", str(DEADLINE_S), *on_host(host, "question", sys.executable, "-c", code, *words)]
             ended = await anyio.run_process(ask, stdin=subprocess.DEVNULL, check=False)
             if ended.returncode:
                 said = ended.stderr.decode(errors="replace").splitlines()
                 own = [line for line in said if line.strip() and not line.startswith(NOISE)]
                 lost[host] = (own or said or [f"status {ended.returncode}"])[-1]
 
-        async with anyio.create_task_group() as connecting:
+        async with anyio.create_task_group() as asking:
             for host in self.hosts[1:]:
-                connecting.start_soon(connect, host)
+                asking.start_soon(run, host)
         return lost
 
     async def start(self, spec: ProcessSpec) -> SlurmProcess:

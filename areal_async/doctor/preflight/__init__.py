@@ -17,7 +17,7 @@ from areal_async.doctor.preflight.inputs import check_data, check_models, check_
 from areal_async.doctor.preflight.lengths import check_lengths
 from areal_async.doctor.preflight.machine import Machine, look_at_machine
 from areal_async.doctor.preflight.memory import check_memory
-from areal_async.doctor.preflight.reach import check_hosts
+from areal_async.doctor.preflight.reach import check_alike, check_hosts
 from areal_async.doctor.preflight.sharing import CHECK, check_sharing
 from areal_async.doctor.preflight.software import check_compiler, check_server_program, check_versions
 from areal_async.errors import UserError
@@ -72,4 +72,5 @@ async def _check_places(settings: Settings, machine: Machine) -> list[PreflightF
     except UserError as mistake:
         return [of_mistake("hosts", mistake)]
     shares = await in_thread("GPUs", check_processes, settings, machine, backend.hosts)
-    return [await check_hosts(settings, backend), *shares]
+    async with backend.running():
+        return [await check_hosts(settings, backend), *await check_alike(settings, backend), *shares]

@@ -10,7 +10,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 from areal_async.cli.main import main
@@ -20,7 +19,8 @@ from areal_async.doctor.preflight.findings import Level
 from areal_async.doctor.preflight.host import check_clock, check_disk, check_limits, check_processes
 from areal_async.doctor.preflight.machine import Machine, look_at_machine, parse_gpus
 from areal_async.doctor.preflight.memory import ModelSize
-from areal_async.doctor.preflight.reach import check_hosts
+from areal_async.doctor.preflight.reach import check_alike, check_hosts
+from areal_async.launch.agent import run_question
 from areal_async.launch.local import LocalBackend
 
 ROOT = Path(__file__).parents[4]
@@ -156,16 +156,20 @@ def test_a_run_for_an_allocation_is_looked_at_inside_of_one(doctor: Doctor, tmp_
 
 
 class _Two(LocalBackend):
-    """An allocation of two hosts, from the other of which nothing is reached but what this one reaches."""
+    """An allocation of two hosts, the other of which is this one."""
 
     hosts = ("here", "there")
 
-    async def cannot_reach(self, address: str, port: int) -> Mapping[str, str]:
-        try:
-            async with await anyio.connect_tcp(address, port):
-                return {}
-        except OSError as exc:
-            return {"there": str(exc)}
+    async def cannot_run(self, code: str, *words: str) -> Mapping[str, str]:
+        status, said = await run_question((sys.executable, "-c", code, *words))
+        return {"there": said} if status else {}
+
+
+class _Elsewhere(_Two):
+    """The other host has no file of this one's."""
+
+    async def cannot_run(self, code: str, *words: str) -> Mapping[str, str]:
+        return await super().cannot_run(code, *(word.replace("/", "/elsewhere/") for word in words))
 
 
 @pytest.mark.anyio
@@ -211,6 +215,38 @@ async def test_a_broker_that_another_host_does_not_reach_is_told_with_why() -> N
 
     assert finding.level is Level.ERROR
     assert finding.saw.startswith("the broker's address 0.0.0.0:9 cannot be reached from there: ")
+
+
+@pytest.mark.anyio
+async def test_other_hosts_are_asked_for_this_code_and_for_the_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(run=RunSettings(directory=tmp_path / "runs"))
+
+    assert await check_alike(settings, LocalBackend()) == []
+    alike = await check_alike(settings, _Two())
+    monkeypatch.setattr("areal_async.doctor.preflight.reach.code_digest", lambda: "older")
+    (code, *_) = await check_alike(settings, _Two())
+
+    assert [(one.check, one.level) for one in alike] == [
+        ("code of other hosts", Level.GOOD),
+        ("run directory of other hosts", Level.GOOD),
+    ]
+    assert (code.level, code.saw) == (
+        Level.ERROR,
+        "there: another version of areal_async is there; install this one",
+    )
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.anyio
+async def test_a_run_directory_that_another_host_does_not_see_is_an_error(tmp_path: Path) -> None:
+    settings = Settings(run=RunSettings(directory=tmp_path))
+
+    _, seen = await check_alike(settings, _Elsewhere())
+
+    assert (seen.level, seen.cure) == (Level.ERROR, "set run.directory to a file system that they share")
+    assert "No such file or directory" in seen.saw
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints_is_an_error(tmp_path: Path) -> None:

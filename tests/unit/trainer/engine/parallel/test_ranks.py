@@ -224,6 +224,6 @@ def test_a_rank_of_an_older_start_meets_nobody_of_a_newer_one_at_the_same_port()
             assert pipe.recv() == b"newer"
         assert not older.poll(0)
     finally:
-        for process in processes:
+        for process in (one for one in processes if one.pid is not None):
             process.kill()
             process.join()
