@@ -62,6 +62,9 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     if settings.inference.colocate == "release":
         deadline_s += settings.inference.start_bound_s  # rank 0 may wait for servers that share its GPU
     with joined_ranks(deadline_s=deadline_s, num_threads=settings.trainer.num_threads) as ranks:
+        if ranks.rank:  # rank 0 says when all stop, and a scheduler asks each of its processes
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
         logging.configure(f"trainer-{ranks.rank}", run_directory / "logs")
         stacks.install(stacks.path_for(run_directory, f"trainer-{ranks.rank}"))
         structlog.contextvars.bind_contextvars(rank=ranks.rank)

@@ -1,4 +1,4 @@
-"""With the real Slurm: two hosts, each with network and processes of its own, and what a user types there."""
+"""With the real Slurm: three hosts, each with network and processes of its own, and what a user types there."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def slurm() -> Iterator[Slurm]:
     """One for all tests: each has an allocation to itself, or waits for one."""
     with TemporaryDirectory(prefix="slurm-") as folder:
         try:
-            with one_slurm(Path(folder)) as running:
+            with one_slurm(Path(folder), num_hosts=3) as running:
                 yield running
         except SlurmError as exc:
             pytest.fail(str(exc)) if "NEED_SLURM" in os.environ else pytest.skip(f"{exc}; make test-slurm has one")
@@ -45,9 +45,10 @@ class Job:
         self.output = folder / f"{name}.out"
         self.id = ""
 
-    def submit(self, *options: str, steps: int) -> None:
+    def submit(self, *options: str, steps: int, **trainer: int) -> None:
         """Have it queued."""
-        settings = SMALL | {"run.directory": self.directory.parent, "run.name": self.directory.name, "run.steps": steps}
+        settings = SMALL | {f"trainer.{name}": value for name, value in trainer.items()}
+        settings |= {"run.directory": self.directory.parent, "run.name": self.directory.name, "run.steps": steps}
         run = [sys.executable, "-m", "areal_async", "run", "workflows/gsm8k.py", "--config", "configs/gsm8k_cpu.yaml"]
         run += ["--no-display", "--launch.backend", "slurm"]
         run += [word for key, value in settings.items() for word in (f"--{key}", str(value))]
@@ -116,7 +117,7 @@ def test_steps_are_explained_asked_and_ended_on_every_host_of_the_allocation(slu
 
     told = json.loads(words)
 
-    assert told["hosts"] == list(slurm.hosts)
+    assert told["hosts"] == list(slurm.hosts[:2])
     assert told["address"] == "10.87.0.2"  # of the first host, not the loopback that each has
     assert told["address alone"]
     assert told["broker here"] == ["good", "1 beside this one (host-1), which reach the broker's address 10.87.0.2"]
@@ -139,12 +140,12 @@ def test_a_run_spans_its_allocation_outlives_killed_steps_and_a_cancelled_job_an
     slurm: Slurm, tmp_path: Path
 ) -> None:
     job = Job(slurm, tmp_path, "spans")
-    job.submit("--nodes=2", steps=ENDLESS)
+    job.submit("--nodes=3", steps=ENDLESS, num_ranks=2, num_hosts=2)
     job.wait_for_steps(1)
 
     before = job.steps()
     status = slurm.ask(sys.executable, "-m", "areal_async", "status", "--run", job.directory)
-    killed = ("node-0", "trainer-0")
+    killed = ("node-0", "trainer-1")
     slurm.ask("scancel", "--signal=KILL", *(before[name][0] for name in killed))
     job.wait_until(lambda: all(job.steps().get(name, before[name]) != before[name] for name in killed), "new steps")
     num_steps = job.num_steps
@@ -154,18 +155,19 @@ def test_a_run_spans_its_allocation_outlives_killed_steps_and_a_cancelled_job_an
     cancelled = job.wait_for_end()
     job.wait_until(lambda: job.processes() == [], "no process to be left")
     num_steps = job.num_steps
-    job.submit("--nodes=1", steps=num_steps + 2)
+    job.submit("--nodes=1", steps=num_steps + 2, num_hosts=1)
     resumed = job.wait_for_end()
 
     assert {name: host for name, (_, host) in before.items() if name != "batch"} == {
         "controller": "host-0",
         "trainer-0": "host-0",
-        "node-0": "host-1",
+        "trainer-1": "host-1",
+        "node-0": "host-2",
     }
     assert "the broker listens at 10.87.0.2" in job.said
     assert "run spans: running" in status, "the login host sees the run"
     assert "node-0 ended by SIGKILL; starting node-0 again" in job.said
-    assert "trainer-0 ended by SIGKILL; starting trainer again" in job.said
+    assert "trainer-1 ended by SIGKILL; starting trainer again" in job.said
     assert cancelled == "CANCELLED 0:0"
     assert "run spans stopped" in job.said
     assert f"another start goes on from step {num_steps}" in job.said
