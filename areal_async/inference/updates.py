@@ -10,7 +10,7 @@ are is admitted when it says that it runs what it was started with.
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from uuid import uuid4
 
 import anyio
@@ -234,6 +234,39 @@ class Updater:
         )  # fmt: skip
         await self._around.publish(self._server)
 
+    async def _unless_replaced(self, order: WeightsVersion, receive: Callable[[], Awaitable[SwapTimes]]) -> SwapTimes:
+        """Take part in a broadcast, for as long as its sender has not been replaced.
+
+        Raises:
+            ServerFault: it has been; or as ``receive``.
+        """
+        target, times, fault = self._around.target, None, None
+
+        def is_replaced() -> bool:
+            return target.newest is not None and _lineage(target.newest) > _lineage(order)
+
+        async def watch() -> None:
+            num_seen = target.changed.num_rings
+            while not is_replaced():
+                await target.changed.wait(num_seen)
+                num_seen = target.changed.num_rings
+            receiving.cancel()
+
+        receiving = anyio.CancelScope()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            try:
+                with receiving:
+                    times = await receive()
+            except ServerFault as exc:
+                fault = exc
+            tasks.cancel_scope.cancel()
+        if fault is not None:
+            raise fault
+        if is_replaced() or times is None:
+            raise ServerFault("another trainer has taken over from the one that sends it")
+        return times
+
     async def _join_in_time(self, order: WeightsVersion, group: UpdateGroup) -> float | None:
         """Meet the group of a broadcast; None when it was missed, which a server that is well survives.
 
@@ -298,7 +331,8 @@ class Updater:
             check = check_version if is_serving else self._around.verifier.check
             if by_broadcast:
                 deadline_s = settings.transfer_deadline_s
-                times = await swap_by_broadcast(self._api, order, mode=mode, deadline_s=deadline_s, check=check)
+                receive = partial(swap_by_broadcast, self._api, order, mode=mode, deadline_s=deadline_s, check=check)
+                times = await self._unless_replaced(order, receive)
             else:
                 times = await swap(self._api, order, mode=mode, deadline_s=settings.start_deadline_s, check=check)
         except ServerFault as exc:
@@ -316,3 +350,8 @@ class Updater:
             return None
         self.is_updating = False
         return times
+
+
+def _lineage(weights: WeightsVersion) -> int:
+    """Return who says it: any older one has been replaced."""
+    return weights.taken_by or Version.parse(weights.version).lineage

@@ -75,14 +75,19 @@ def finish(partial: Path, directory: Path) -> None:
         _remove(replaced)
 
 
-def keep_newest(directory: Path, count: int, *, also: Collection[str] = (), lease: str = "") -> None:
+def keep_newest(
+    directory: Path, count: int, *, also: Collection[str] = (), lease: str = "", lineage: int | None = None
+) -> None:
     """Delete all but the newest ``<lineage>-<step>`` folders of a directory, and those named in ``also``.
 
     Args:
         lease: name of the file in each by which its readers hold it (``held``); what is held stays this time.
+        lineage: whose folders they are: what a newer one, which has replaced it, is just writing is left alone.
     """
     for leftover in (*directory.glob(".*.partial"), *directory.glob(".*.replaced")):
-        _remove(leftover)  # of a save that a crash cut short
+        name = leftover.stem.removeprefix(".")
+        if lineage is None or not is_version(name) or Version.parse(name).lineage <= lineage:
+            _remove(leftover)  # of a save that a crash cut short
     for version in versions_in(directory)[:-count]:
         if str(version) not in also:
             _delete(directory / str(version), lease)

@@ -378,6 +378,8 @@ class WeightsVersion(Record, frozen=True, kw_only=True):
     """Tensors of each broadcast, in order, flattened into one tensor of bytes."""
     final: bool = False
     """The run's last version."""
+    taken_by: Count = 0
+    """Lineage that has taken it over, as it began: nobody receives it from the older one any more. 0 for none."""
 
 
 class CheckpointRecord(Record, frozen=True, kw_only=True):

@@ -85,7 +85,7 @@ class Trainer:
             await self.runner.load(checkpoint)
         self.checkpointer.restored(self.step)
         if self.feed is not None:
-            self.metrics_file.rewind(to_step=self.step)
+            self.metrics_file.rewind(to_step=self.step, lineage=self.runner.lineage)
             await self.health.restore(self.metrics_file.newest(HISTORY_STEPS))
             num_moved = self.checkpointer.abandon_archive()
             self.runner.check_ledger(self.reader.journal)

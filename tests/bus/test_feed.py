@@ -28,6 +28,7 @@ from areal_async.protocol.types import (
     Outcome,
     OutcomeKind,
     StoredMessage,
+    UpdateGroup,
     Version,
     WeightsVersion,
 )
@@ -331,6 +332,24 @@ async def test_an_older_trainer_records_no_checkpoint_once_a_newer_one_has_read_
     with pytest.raises(FencedError):
         await zombie.record_checkpoint(CheckpointRecord(version="1-2", path="y"))
     await lineage.record_checkpoint(CheckpointRecord(version="2-2", path="z"))
+
+
+async def test_an_older_trainer_announces_no_weights_once_a_newer_one_has_begun(open_role: OpenRole) -> None:
+    """And nobody is to receive any longer what it sends."""
+    first, second = await open_role(Role.TRAINER), await open_role(Role.TRAINER, "1")
+    zombie = await Lineage.take(first)
+    group = UpdateGroup(
+        name="g", address="127.0.0.1", port=1, backend="gloo", size=2, ranks={"s": 1}, incarnations={"s": "x"}
+    )
+    await zombie.announce(WeightsVersion(version="1-4", kind="distributed", group=group, on_disk="1-2", buckets=[[]]))
+
+    lineage = await Lineage.take(second)
+
+    held, _ = await second.get(second.names.weights_key(), WeightsVersion)
+    assert held == WeightsVersion(version="1-4", kind="disk", on_disk="1-2", taken_by=2)
+    with pytest.raises(FencedError):
+        await zombie.announce(WeightsVersion(version="1-5"))
+    await lineage.announce(WeightsVersion(version="2-5"))
 
 
 async def test_a_trainer_that_was_overtaken_before_it_had_its_consumer_stops(

@@ -5,6 +5,10 @@ the older lineage is deleted, so a zombie's acks reach nothing, and a ``begin`` 
 its cuts and outcomes for every reader. All else that a lineage writes is compare-and-set as well.
 """
 
+from contextlib import suppress
+
+import msgspec
+
 from areal_async.bus import Bus, Message, take_trainer_consumer
 from areal_async.errors import ConflictError, FencedError
 from areal_async.process.failpoints import failpoint
@@ -12,7 +16,17 @@ from areal_async.protocol.events import CheckpointWritten, Event, WeightsAnnounc
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.run_state import CardHold
 from areal_async.protocol.subjects import CARD, CHECKPOINT, LINEAGE
-from areal_async.protocol.types import CheckpointRecord, Cut, CutKind, LineageRecord, Outcome, Version, WeightsVersion
+from areal_async.protocol.types import (
+    DISK,
+    DISTRIBUTED,
+    CheckpointRecord,
+    Cut,
+    CutKind,
+    LineageRecord,
+    Outcome,
+    Version,
+    WeightsVersion,
+)
 
 
 class Lineage:
@@ -49,6 +63,7 @@ class Lineage:
                 # the older trainer has written its own anew (``_is_mine``)
         await lineage.take_consumer()
         await lineage._take_checkpoint()
+        await lineage._take_weights()
         return lineage
 
     async def take_consumer(self) -> None:
@@ -182,6 +197,19 @@ class Lineage:
                 continue  # that older trainer was faster: its acks may have been too
             self.checkpoint = mine if mine.path else None
             return
+
+    async def _take_weights(self) -> None:
+        """Have an older trainer, which goes on until it notices, announce nothing more and send to nobody."""
+        key = self._bus.names.weights_key()
+        while True:
+            held, revision = await self._bus.get(key, WeightsVersion)
+            if held is None:
+                return  # the very first version is the same from everyone
+            kind = DISK if held.kind == DISTRIBUTED else held.kind
+            mine = msgspec.structs.replace(held, kind=kind, group=None, buckets=[], taken_by=self.number)
+            with suppress(ConflictError):  # that older trainer was faster
+                self._revisions[key] = await self._bus.compare_and_set(key, mine, revision)
+                return
 
     async def _write(self, key: str, record: WeightsVersion | CheckpointRecord | CardHold) -> None:
         if key not in self._revisions:

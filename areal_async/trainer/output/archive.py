@@ -200,20 +200,24 @@ class MetricsFile:
         """
         if self._look() != self._state:
             mine = Version.parse(str(line["weights_version"])).lineage
-            content = self._path.read_bytes() if self._path.exists() else b""
-            newest = max((version.lineage for version, _ in _newest_lines(content).values()), default=0)
-            if newest > mine:
-                raise FencedError(f"lineage {mine}: {self._path} is lineage {newest}'s; this trainer must stop")
-            self.rewind(to_step=int(line["step"]) - 1)
+            self.rewind(to_step=int(line["step"]) - 1, lineage=mine)
         with self._path.open("a") as file:
             file.write(json_line(line))
         self._state = self._look()
 
-    def rewind(self, *, to_step: int) -> None:
-        """Drop the lines of later steps, which are done anew, and of each step all but the newest lineage's."""
+    def rewind(self, *, to_step: int, lineage: int) -> None:
+        """Drop the lines of later steps, which are done anew, and of each step all but the newest lineage's.
+
+        Raises:
+            FencedError: there are some of a newer one than ``lineage``, who rewinds: it has been replaced.
+        """
         if not self._path.exists():
             return
-        write_whole(self._path, lines_through(self._path.read_bytes(), to_step))
+        content = self._path.read_bytes()
+        newest = max((version.lineage for version, _ in _newest_lines(content).values()), default=0)
+        if newest > lineage:
+            raise FencedError(f"lineage {lineage}: {self._path} is lineage {newest}'s; this trainer must stop")
+        write_whole(self._path, lines_through(content, to_step))
         self._state = self._look()
 
     def newest(self, count: int) -> list[dict[str, Any]]:

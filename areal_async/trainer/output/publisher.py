@@ -289,7 +289,9 @@ class WeightsPublisher:
         """Write the copy that any server can load that sees the files, now or later."""
         written = await self.versions.write()
         self._on_disk = written.version
-        await anyio.to_thread.run_sync(keep_newest, self.versions.directory, NUM_KEPT_WEIGHTS)
+        assert self.lineage is not None
+        keep = partial(keep_newest, self.versions.directory, NUM_KEPT_WEIGHTS, lineage=self.lineage.number)
+        await anyio.to_thread.run_sync(keep)
         return written
 
     async def _help(self, late: dict[str, tuple[ServerState, int]], newest: WeightsVersion) -> None:

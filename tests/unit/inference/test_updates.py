@@ -64,10 +64,10 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene_of(fake: FakeSglang) -> AsyncIterator[Scene]:
+async def scene_of(fake: FakeSglang, *, transfer_deadline_s: float = 0.5) -> AsyncIterator[Scene]:
     scenes: list[Scene] = []
     around = FleetContext(
-        settings=InferenceSettings(transfer_deadline_s=0.5),
+        settings=InferenceSettings(transfer_deadline_s=transfer_deadline_s),
         pool=ServerPool(["s0"], deadline_s=60),
         verifier=Verifier(has_sha256=True),
         publish=lambda server: scenes[0].publish(server),
@@ -191,6 +191,27 @@ async def test_server_whose_broadcast_breaks_is_fenced_and_continued_only_with_t
         await scene.until("1-1")
         assert scene.routes == RESTORED
         assert (scene.reasons, scene.server.wants_weights) == ([], False)
+
+
+async def test_server_whose_sender_is_replaced_in_mid_broadcast_takes_weights_of_the_newer_one_alone() -> None:
+    fake = FakeSglang()
+    async with scene_of(fake, transfer_deadline_s=50.0) as scene:
+        scene.announce(on_disk("1-0"))
+        await scene.until("1-0")
+        fake.calls.clear()
+        fake.silent.add(RECEIVE)
+        sent = broadcast("1-1", fake)
+        scene.announce(sent)
+        await fake.wait_called("/begin_weight_update")
+        scene.announce(msgspec.structs.replace(sent, kind="disk", group=None, taken_by=2))
+        await scene.until_waiting()
+
+        why = "update to 1-1 failed: another trainer has taken over from the one that sends it"
+        assert scene.states[1] == ("", why)
+        assert fake.is_paused
+        scene.announce(on_disk("2-1"))
+        await scene.until("2-1")
+        assert [version for version, _ in scene.states if version] == ["1-0", "2-1"]
 
 
 async def test_server_without_a_version_waits_for_the_newest_and_serves_no_older_one() -> None:

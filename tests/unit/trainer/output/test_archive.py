@@ -98,7 +98,7 @@ def test_metrics_are_rewound_to_the_checkpoint_and_a_torn_line_is_dropped(tmp_pa
     with (tmp_path / "metrics.jsonl").open("a") as torn:
         torn.write('{"step": 4, "rew')
 
-    file.rewind(to_step=2)
+    file.rewind(to_step=2, lineage=2)
     file.append(_line(3, lineage=2))
 
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -120,7 +120,7 @@ def test_what_a_replaced_trainer_still_writes_is_dropped_by_its_successor(tmp_pa
     zombie, trainer = MetricsFile(tmp_path / "metrics.jsonl"), MetricsFile(tmp_path / "metrics.jsonl")
     zombie.append(_line(1))
     zombie.append(_line(2))
-    trainer.rewind(to_step=1)
+    trainer.rewind(to_step=1, lineage=2)
     zombie.append(_line(2))
     trainer.append(_line(2, lineage=2))
 
@@ -130,6 +130,28 @@ def test_what_a_replaced_trainer_still_writes_is_dropped_by_its_successor(tmp_pa
     trainer.append(_line(3, lineage=2))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["weights_version"] for line in lines] == ["1-1", "2-2", "2-3"]
+
+
+def test_a_trainer_that_was_replaced_before_it_restored_takes_no_line_back(tmp_path: Path) -> None:
+    """It has taken its lineage and its checkpoint, and was cut off before it looked at the file."""
+    zombie, trainer = MetricsFile(tmp_path / "metrics.jsonl"), MetricsFile(tmp_path / "metrics.jsonl")
+    trainer.append(_line(1, lineage=1))
+    trainer.append(_line(2, lineage=3))
+
+    with pytest.raises(FencedError, match="lineage 3's"):
+        zombie.rewind(to_step=1, lineage=2)
+
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["weights_version"] for line in lines] == ["1-1", "3-2"]
+
+
+def test_what_a_newer_trainer_is_writing_is_left_alone_by_the_one_that_it_has_replaced(tmp_path: Path) -> None:
+    for name in (".1-4.partial", ".2-5.partial", ".3-5.partial", ".x.replaced"):
+        (tmp_path / name).mkdir()
+
+    keep_newest(tmp_path, 2, lineage=2)
+
+    assert [path.name for path in tmp_path.iterdir()] == [".3-5.partial"]
 
 
 def test_the_newest_folders_are_kept_by_version_and_not_by_name(tmp_path: Path) -> None:
