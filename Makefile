@@ -14,7 +14,7 @@ SITE := .site/html
 AGENTS := .venv-agents
 export NEED_AGENTS := $(AGENTS)/bin/python
 
-.PHONY: run browser agents sglang test test-runs test-sglang test-gpu test-slurm faults faults-quick nightly
+.PHONY: run browser agents sglang test test-runs test-sglang test-gpu test-slurm test-hosts faults faults-quick nightly
 .PHONY: check lint types site docs setup clean
 
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
@@ -23,7 +23,7 @@ run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
 # Three files at a time, for a third of each one's time is a wait; each whole in one process, in their order: the long
 # ones come first. ARGS="-n 0 ..." undoes it.
 test: $(STAMP) browser agents  ## every test that runs without a GPU and without SGLang, but for those of `test-runs`
-	$(BIN)/python -m pytest -m "not sglang and not slurm and not whole_runs and not nightly and not gpu" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not sglang and not slurm and not hosts and not whole_runs and not nightly and not gpu" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 browser:  ## what the report of a run is looked at with; Debian's, where there is none
 	$(PYTHON) tools/setup_browser.py
@@ -42,7 +42,10 @@ test-sglang: $(STAMP) agents sglang  ## the contract with the servers, of the re
 test-gpu: $(STAMP)  ## what needs GPUs, as far as this machine has them; says what it lacks for the rest
 	$(BIN)/python -m pytest -m gpu -n 0 -s tests/gpu $(ARGS)
 
-test-slurm: $(STAMP)  ## runs as jobs of the real Slurm, on two hosts made of namespaces; installs Debian's packages, needs root
+test-hosts: $(STAMP)  ## the trainer's ranks on several hosts made of namespaces, whose links are cut and which are killed; needs root
+	NEED_HOSTS=1 $(BIN)/python -m pytest -m hosts -n 0 tests/hosts $(ARGS)
+
+test-slurm: $(STAMP)  ## runs as jobs of the real Slurm, on three hosts made of namespaces; installs Debian's packages, needs root
 	$(PYTHON) tools/setup_slurm.py
 	NEED_SLURM=1 $(BIN)/python -m pytest tests/slurm $(ARGS)
 

@@ -264,7 +264,7 @@ def record(
     part = Part(model=str(perturbed), batch="", last=1, trainer=trainer)
     engine = FsdpEngine.for_run(_settings(part, num_ranks=1), alone)
     behave = [row.numpy() for row in engine.logprobs(rows)]
-    _write(batch, [replace(row, behave_logprobs=one) for row, one in zip(rows, behave, strict=True)])
+    write_batch(batch, [replace(row, behave_logprobs=one) for row, one in zip(rows, behave, strict=True)])
 
 
 def _settings(part: Part, *, num_ranks: int) -> Settings:
@@ -381,7 +381,8 @@ def random_rows(count: int, *, max_tokens: int, vocab_size: int, seed: int) -> l
     return rows
 
 
-def _write(path: Path, rows: list[TrainRow]) -> None:
+def write_batch(path: Path, rows: list[TrainRow]) -> None:
+    """Keep sequences in a file, where ``train_part`` reads them."""
     arrays: Any = {f"{row.index:06}.{name}": np.asarray(getattr(row, name)) for row in rows for name in ARRAYS}
     np.savez(path, **arrays)
 

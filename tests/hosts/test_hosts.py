@@ -1,0 +1,189 @@
+"""Ranks of the trainer on several hosts, each with a network of its own, and what may become of hosts and links."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from areal_async.protocol.types import Version
+from tools.compare_ranks import Part, random_rows, read_output, vocab_size, write_batch
+from tools.faults_run import FaultRun
+from tools.some_hosts import REMOTE_COMMAND, SomeHosts, some_hosts, why_not
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NUM_HOSTS = 3
+NUM_STEPS = 12
+CUT_S = 30.0
+DEADLINE_S = 200.0
+
+
+@pytest.fixture
+def hosts() -> Iterator[SomeHosts]:
+    if reason := why_not():
+        pytest.fail(reason) if "NEED_HOSTS" in os.environ else pytest.skip(reason)
+    with some_hosts(NUM_HOSTS) as made:
+        yield made
+
+
+class SpreadRun(FaultRun):
+    """A run whose launcher is on the first host."""
+
+    def __init__(self, hosts: SomeHosts, parent: Path, **settings: Any) -> None:
+        self._hosts = hosts
+        others = json.dumps(hosts.addresses[1:])
+        spread = {"launch__hosts": others, "launch__remote_command": REMOTE_COMMAND, "trainer__num_hosts": 2}
+        super().__init__(parent, trainer__num_ranks=2, **spread, **settings)
+
+    @property
+    def command(self) -> list[str]:
+        return self._hosts.command(0, *super().command)
+
+    def doctor(self) -> str:
+        """Have the run examined that has ended; return what is found.
+
+        Raises:
+            AssertionError: something is not proved.
+        """
+        words = [sys.executable, "-m", "areal_async", "doctor", "--run", str(self.directory)]
+        done = subprocess.run(
+            words, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    def rank_on(self, number: int) -> list[int]:
+        """Return the processes of ranks on a host."""
+        return sorted(set(self.role_pids("trainer")) & set(self._hosts.pids(number)))
+
+
+@pytest.fixture
+def spread(hosts: SomeHosts, tmp_path: Path) -> Iterator[SpreadRun]:
+    run = SpreadRun(hosts, tmp_path, run__steps=NUM_STEPS, trainer__checkpoint_every_steps=2, rollout__batch_groups=2)
+    try:
+        yield run
+    finally:
+        run.kill_everything()
+        run.close()
+
+
+def test_a_run_outlives_a_cut_link_a_host_of_ranks_and_one_of_servers(hosts: SomeHosts, spread: SpreadRun) -> None:
+    run = spread
+    run.start()
+    run.wait_for_step(1)
+    assert [len(run.rank_on(number)) for number in range(NUM_HOSTS)] == [1, 1, 0]
+
+    ranks = run.role_pids("trainer")
+    hosts.cut(1)
+    num_steps = len(run.steps)
+    time.sleep(CUT_S)
+    assert len(run.steps) <= num_steps + 1  # a step that was ready at the cut
+    hosts.mend(1)
+    run.wait_for_step(num_steps + 2)
+    assert run.role_pids("trainer") == ranks, "TCP has sent it again"
+
+    frozen = _freeze(hosts, run)
+    run.wait_until(lambda: run.rank_on(2) != [], "a rank beside the servers")
+    run.wait_for_step(len(run.steps) + 1)
+    for pid in frozen:  # the agent stays as it is: it would end them
+        os.kill(pid, signal.SIGCONT)
+    run.wait_until(lambda: not any(map(_lives, frozen)), "the end of ranks that nobody waits for")
+    hosts.kill(1)
+    hosts.revive(1)
+    run.wait_until(lambda: len(run.events("launcher", "host.joined")) == 3, "the host that was gone")
+
+    hosts.kill(2)  # a rank, and all servers
+    run.wait_until(lambda: "node-0 waits for host" in run.output, "a sentence about the servers' host")
+    hosts.revive(2)
+    run.finish()
+
+    assert len(run.steps) == NUM_STEPS
+    lineages = {Version.parse(line["weights_version"]).lineage for line in run.steps}
+    assert len(lineages) == 3
+    print(run.output, run.doctor())
+
+
+def _freeze(hosts: SomeHosts, run: SpreadRun) -> list[int]:
+    """Stop all that runs on the second host, and have the launcher lose it; return the ranks."""
+    frozen = run.rank_on(1)
+    assert frozen
+    for pid in hosts.pids(1):
+        os.kill(pid, signal.SIGSTOP)
+    (shell,) = run.pids("areal_async.launch.agent", hosts.addresses[1])
+    os.kill(shell, signal.SIGKILL)
+    return frozen
+
+
+def _lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+
+
+def test_ranks_on_two_hosts_have_the_gradients_of_ranks_on_one(hosts: SomeHosts, tmp_path: Path) -> None:
+    batch, model = tmp_path / "batch.npz", REPOSITORY / "configs" / "models" / "tiny"
+    sequences = random_rows(16, max_tokens=48, vocab_size=vocab_size(model), seed=1)
+    write_batch(batch, sequences)
+
+    def part(name: str) -> Part:
+        trainer = {"lr": 1e-4, "token_budget": 192, "num_ranks": 2}
+        return Part(model=str(model), batch=str(batch), last=2, output=str(tmp_path / name), trainer=trainer)
+
+    ranks = []
+    for name, places in (("one", (0, 0)), ("two", (0, 1))):
+        shared = {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": f"29{len(ranks)}00", "RENDEZVOUS_ID": name}
+        shared |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        words = [sys.executable, "tools/compare_ranks.py", "--parts", msgspec.json.encode([part(name)]).decode()]
+        for rank, place in enumerate(places):
+            environment = os.environ | shared | {"RANK": str(rank)}
+            ranks.append(subprocess.Popen(hosts.command(place, *words), cwd=REPOSITORY, env=environment))
+    assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [0] * 4
+    one, two = (read_output(part(name), num_ranks=2) for name in ("one", "two"))
+
+    assert one.keys() == two.keys()
+    assert any("gradient" in name for name in one)
+    for name, values in one.items():
+        assert np.linalg.norm(values - two[name]) <= 1e-6 * np.linalg.norm(values), name
+
+
+def test_two_hosts_fine_tune_to_what_one_does(hosts: SomeHosts, tmp_path: Path) -> None:
+    def tuned(name: str, *words: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "areal_async", "sft", "--config", "configs/sft_tiny.yaml"]
+        chosen = [
+            "--model.path",
+            "configs/models/tiny",
+            "--eval.limit",
+            "0",
+            "--run.name",
+            name,
+            "--run.directory",
+            str(tmp_path),
+            "--run.steps",
+            "3",
+            "--trainer.num_ranks",
+            "2",
+        ]
+        done = subprocess.run(
+            hosts.command(0, *command, *chosen, *words), cwd=REPOSITORY, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_S, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        (path,) = (tmp_path / name / "model").glob("*.safetensors")
+        return load_file(path)
+
+    others = ["--trainer.num_hosts", "2", "--launch.hosts", json.dumps(hosts.addresses[1:2])]
+    one, two = tuned("one"), tuned("two", *others, "--launch.remote_command", REMOTE_COMMAND)
+
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert (tensor.double() - two[name].double()).norm() <= 1e-6 * tensor.double().norm(), name
