@@ -115,11 +115,13 @@ class Reports:
 
     def __init__(self) -> None:
         self.by_name: dict[str, ProcessReport] = {}
+        self._lineage = 0
+        """The newest trainer's."""
 
     def take(self, role: str, said: Mapping[str, Any], *, now_s: float) -> bool:
         """Note a report; say whether it tells of progress. What is no report is ignored."""
         name = _name_of(role, said)
-        if name is None:
+        if name is None or (role == "trainer" and self._is_replaced(said)):
             return False
         if said.get("state") == ENDED:
             return self.by_name.pop(name, None) is not None
@@ -135,6 +137,14 @@ class Reports:
         before = self.by_name.get(name)
         self.by_name[name] = heard
         return before is None or before.progress != heard.progress
+
+    def _is_replaced(self, said: Mapping[str, Any]) -> bool:
+        """Say whether a rank speaks that has a successor: it may live on, and what it does is no progress."""
+        lineage = said.get("lineage")
+        if not isinstance(lineage, int) or isinstance(lineage, bool):
+            return False
+        self._lineage = max(self._lineage, lineage)
+        return lineage < self._lineage
 
     def summary(self) -> dict[str, str]:
         """Return in a few words what each process waits for, or else does."""

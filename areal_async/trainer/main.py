@@ -237,7 +237,8 @@ async def _emit_state(bus: Bus, trainer: Trainer, rank: int) -> None:
 
 def _state(bus: Bus, trainer: Trainer, rank: int) -> dict[str, Any]:
     """Return the state of this rank. Rank 0 reports the whole trainer; the others report that they live."""
-    now: dict[str, Any] = {"rank": rank, "waits": wait_graph.report(wait_graph.rank(rank))}
+    now: dict[str, Any] = {"rank": rank, "lineage": trainer.runner.lineage}
+    now["waits"] = wait_graph.report(wait_graph.rank(rank))
     if rank == 0:
         now |= {"state": trainer.state, "waits_for": trainer.waits_for, "step": trainer.step}
         now |= {"hold": "" if trainer.turns is None else trainer.turns.hold}

@@ -232,3 +232,16 @@ def test_time_for_which_the_watching_process_was_stopped_does_not_pass() -> None
     clock = AwakeClock(100.0, interval_s=1.0)
 
     assert [clock.tick(at_s) for at_s in (101.0, 102.5, 143.5, 144.5)] == [101.0, 102.5, 103.5, 104.5]
+
+
+def test_a_rank_that_has_a_successor_makes_no_progress_and_waits_for_nothing() -> None:
+    reports = Reports()
+
+    def said(lineage: int, step: int) -> dict[str, object]:
+        return {"rank": 0, "lineage": lineage, "state": f"training step {step}", "step": step}
+
+    assert reports.take("trainer", said(1, 7), now_s=0.0)
+    assert reports.take("trainer", said(2, 5), now_s=1.0)
+    assert not reports.take("trainer", said(1, 8), now_s=2.0)
+    assert reports.summary() == {"trainer": "training step 5"}
+    assert reports.take("trainer", said(2, 6), now_s=3.0)
