@@ -18,9 +18,12 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
+from areal_async.bus import decode_state, restored
 from areal_async.bus.api import decode_answer as decode_broker_answer
 from areal_async.config.settings import Settings
 from areal_async.config.sources import dump_settings, load_settings
+from areal_async.controller.accounts import Accounts
+from areal_async.controller.book_keeping import BooksState
 from areal_async.errors import BusError, GenerationError, UserError, WireError
 from areal_async.inference.completion import Completion
 from areal_async.inference.embedded.engine.tensor_files import read_tensors
@@ -32,6 +35,7 @@ from areal_async.inference.streams import DONE, EventSplitter
 from areal_async.process.json_lines import decode_object
 from areal_async.protocol import run_state, types, wire
 from areal_async.protocol.events import AlarmRaised
+from areal_async.protocol.journal import Journal, JournalState
 from areal_async.protocol.publish_log import (
     STAMP_HEADER,
     ProducerSequence,
@@ -211,6 +215,32 @@ _EVALUATION = types.EvalRecord(
     eval_id="1-2", step=2, accuracy=0.5, num_scored=4, num_failed=1, oldest="1-2", newest="1-3", low=0.1, high=0.9
 )
 
+
+def _journal(books: Journal | Accounts | None = None) -> Journal:
+    read = books or Journal()
+    read.add_cut(_CUT, sequence=4)
+    for attempt, kind in enumerate((OutcomeKind.TRAINED, OutcomeKind.FAILED)):
+        read.add_outcome(types.Outcome(group_id=f"0-9-{attempt}", kind=kind, lineage=2, step=5))
+    return read.journal if isinstance(read, Accounts) else read
+
+
+def _books() -> BooksState:
+    books = Accounts(max_groups_in_flight=8)
+    _journal(books)
+    accounts = books.state()
+    assert accounts is not None
+    return BooksState(accounts=accounts, visits=[(3, 0.5)])
+
+
+def _journal_of(data: bytes) -> Journal:
+    state = decode_state(data, JournalState)
+    return restored(Journal.of_state, state, [types.Cut(lineage=1, step=step) for step in state.cuts])
+
+
+def _books_of(data: bytes) -> None:
+    restored(Accounts(max_groups_in_flight=8).restore, decode_state(data, BooksState).accounts)
+
+
 DECODERS: tuple[Decoder, ...] = (
     # streams and keys
     of_record(
@@ -242,6 +272,9 @@ DECODERS: tuple[Decoder, ...] = (
         )
     ),
     of_record(run_state.FleetSize(num_servers=2)),
+    of_record(run_state.Snapshot(sequence=7, entry_sha256="0" * 64, state=b"\x80", state_sha256="0" * 64)),
+    decoder("journal's state", _journal_of, msgspec.msgpack.encode(_journal().state())),
+    decoder("books' state", _books_of, msgspec.msgpack.encode(_books())),
     of_record(types.DeadLetter(stream="S", subject="a.b", sequence=3, reason="why", reader="node", data=b"\xff")),
     of_record(run_state.RunState(state="failed", reason="why")),
     of_record(run_state.ServerState(server_id="n0-0", node_id="n0", url="http://127.0.0.1:1", version="1-2")),

@@ -27,6 +27,7 @@ from areal_async.bus.service import (
     json_object,
     serving,
 )
+from areal_async.bus.snapshots import JournalSnapshots, Snapshots, decode_state, entries_after, restored
 from areal_async.bus.streams import declare, take_trainer_consumer
 
 __all__ = [
@@ -36,21 +37,26 @@ __all__ = [
     "ServiceEndpoint",
     "HeldError",
     "Inbox",
+    "JournalSnapshots",
     "Message",
     "Report",
     "Role",
     "Schema",
+    "Snapshots",
     "StreamState",
     "ask_service",
     "copied_broker",
     "credentials_for",
     "credentials_path",
     "declare",
+    "decode_state",
+    "entries_after",
     "gather_reports",
     "hearing_reports",
     "json_object",
     "open_bus",
     "open_run_bus",
+    "restored",
     "serving",
     "take_trainer_consumer",
 ]

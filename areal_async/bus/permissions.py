@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from areal_async.protocol.subjects import (
+    ACCOUNTS,
     ADMITTED,
     CARD,
     CHANGES,
     CHECKPOINT,
     CONTROL,
+    JOURNAL,
     LAUNCHER,
     LINEAGE,
     NODES,
@@ -69,7 +71,7 @@ def permissions(role: Role, names: Names) -> Permissions:
             subscribe += [f"{run}.>", *_buckets(names), "$JS.EVENT.ADVISORY.>", f"{SERVICES_INBOX}.>"]
         case Role.CONTROLLER:
             publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.outcomes]
-            publish += _keys(names, ADMITTED, CHANGES, CONTROL, RUN_STATE, "eval.>", f"{SERVERS}>")
+            publish += _keys(names, ACCOUNTS, ADMITTED, CHANGES, CONTROL, RUN_STATE, "eval.>", f"{SERVERS}>")
             publish += _consume(names.eval_stream, names.eval_controller_consumer)
             publish.append(f"$JS.API.CONSUMER.INFO.{names.eval_stream}.{names.eval_nodes_consumer}")
             publish += _read(names, names.outcomes_stream)
@@ -84,7 +86,7 @@ def permissions(role: Role, names: Names) -> Permissions:
             subscribe += _keys(names, CARD, CHANGES, CONTROL, RUN_STATE, LAUNCHER, "weights.>", "fleet.>", f"{NODES}>")
         case Role.TRAINER:
             publish += [names.cuts, names.outcomes, names.dead_groups, names.weights]
-            publish += _keys(names, LINEAGE, CHECKPOINT, CARD, "weights.>")
+            publish += _keys(names, LINEAGE, CHECKPOINT, JOURNAL, CARD, "weights.>")
             publish += _consume(names.trajectories_stream, "*")
             publish += _api(
                 names.trajectories_stream,

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from areal_async.protocol.id_sets import GroupIds
-from areal_async.protocol.journal import Journal, without_slots
+from areal_async.protocol.fields import Count
+from areal_async.protocol.id_sets import GroupIds, GroupIdsState
+from areal_async.protocol.journal import Journal, JournalState, without_slots
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.types import Admitted, Cut, GroupId, Outcome, OutcomeKind, Version
 
@@ -31,13 +32,36 @@ class Readmission:
     num_failed_attempts: int
 
 
+class AccountsState(msgspec.Struct, kw_only=True):
+    """What ``Accounts`` have read of the log, as plain values."""
+
+    journal: JournalState
+    cuts: list[Cut]
+    """The journal's, as the books have them."""
+    num_consecutive_failed: Count
+    last_failure: str
+    untrained: dict[str, Count]
+    last_untrained: str
+    readmissions: list[int]
+    readmitted: GroupIdsState
+    ended_early: GroupIdsState
+    again_after_death: list[str]
+    num_settled_untrained: Count
+
+
 class Readmissions:
     """Readmissions in a list that only grows, 32 bytes each."""
 
     _WIDTH = 4
 
-    def __init__(self) -> None:
-        self._numbers = array("q")
+    def __init__(self, numbers: Iterable[int] = ()) -> None:
+        """``numbers``: as of another one."""
+        self._numbers = array("q", numbers)
+
+    @property
+    def numbers(self) -> list[int]:
+        """What it holds, as plain values."""
+        return list(self._numbers)
 
     def append(self, item: Readmission) -> None:
         """Add a readmission."""
@@ -108,6 +132,42 @@ class Accounts:
             self.num_consecutive_failed = 0
         if outcome.kind.readmits:
             self._readmit(outcome.group_id, num_failed_attempts=outcome.num_failed_attempts)
+
+    def state(self) -> AccountsState | None:
+        """Return what was read of the log as plain values; None where the journal has none."""
+        journal = self.journal.state()
+        if journal is None:
+            return None
+        return AccountsState(
+            journal=journal,
+            cuts=list(self.journal.cuts.values()),
+            num_consecutive_failed=self.num_consecutive_failed,
+            last_failure=self.last_failure,
+            untrained=dict(self.untrained),
+            last_untrained=self.last_untrained,
+            readmissions=self.readmissions.numbers,
+            readmitted=self.readmitted.state(),
+            ended_early=self.ended_early.state(),
+            again_after_death=sorted(map(str, self.again_after_death)),
+            num_settled_untrained=self._num_settled_untrained,
+        )
+
+    def restore(self, state: AccountsState) -> None:
+        """Go on from where ``state`` was taken, as if the log up to there had been read.
+
+        Raises:
+            ValueError: it is none; nothing was changed.
+        """
+        journal = Journal.of_state(state.journal, state.cuts)
+        readmitted, ended_early = GroupIds.of_state(state.readmitted), GroupIds.of_state(state.ended_early)
+        again = {GroupId.parse(name) for name in state.again_after_death}
+        self.readmissions = Readmissions(state.readmissions)
+        self.journal, self.readmitted, self.ended_early, self.again_after_death = (
+            journal, readmitted, ended_early, again,
+        )  # fmt: skip
+        self.num_consecutive_failed, self.last_failure = state.num_consecutive_failed, state.last_failure
+        self.untrained, self.last_untrained = Counter(state.untrained), state.last_untrained
+        self._num_settled_untrained = state.num_settled_untrained
 
     def _readmit_dead(self, group_id: str) -> None:
         """Try a dead group again where an operator asks for it, once: its prompt has all of its attempts anew."""

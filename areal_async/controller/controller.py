@@ -20,11 +20,12 @@ import anyio
 import msgspec
 import structlog
 
-from areal_async.bus import Bus, Message, serving
+from areal_async.bus import Bus, Message, entries_after, serving
 from areal_async.config.live import settings_now
 from areal_async.config.settings import Settings
 from areal_async.controller.accounts import ENDED_EARLY, Accounts, Readmission
 from areal_async.controller.admission import Admission, AdmissionOrder, left_over, missing_for_admission, next_admission
+from areal_async.controller.book_keeping import BooksSnapshots
 from areal_async.controller.curriculum import Visits
 from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.evaluation_schedule import EvaluationSchedule
@@ -73,6 +74,7 @@ class Controller:
         """The settings with what operators have changed."""
         self._visits = Visits()
         self._order = AdmissionOrder(settings, tasks, self._visits, record=accounts.admitted)
+        self._snapshots = BooksSnapshots(bus, accounts, self._visits)
         self._admitted_revision = 0
         self._log_sequence = 0
         self._no_step_alarm = NoStepAlarm(accounts)
@@ -111,6 +113,7 @@ class Controller:
             watching = (self.run_servers, self._liveness.run_stalls, self.run_metrics, self._liveness.run_reports)
             for loop in (*watching, self.run_steering, self.run_changes):
                 loops.start_soon(loop)
+            self._log_sequence = await self._snapshots.restore(has_curriculum=self._has_curriculum)
             await self._read_existing_log()
             self._no_step_alarm.check(self._now)  # what this finds, the controller before has told
             self._accounts.num_consecutive_failed = 0  # of an earlier start: who resumes the run has mended the cause
@@ -138,16 +141,19 @@ class Controller:
     # readers
 
     async def _read_existing_log(self) -> None:
-        names = self._bus.names
-        start_sequence = self._log_sequence + 1
-        async for message in self._bus.find_messages(names.outcomes_stream, names.log, start_sequence=start_sequence):
+        async for message in entries_after(self._bus, self._log_sequence):
             await self._read(message)
+
+    @property
+    def _has_curriculum(self) -> bool:
+        return self._order.curriculum is not None
 
     async def run_log(self) -> None:
         """Follow the log until cancelled."""
         names = self._bus.names
         async for message in self._bus.follow(names.outcomes_stream, names.log, start_sequence=self._log_sequence + 1):
             await self._read(message)
+            await self._snapshots.offer(message, has_curriculum=self._has_curriculum)
             self._progress.announce()
             self._stop_after_failures()
             if alarm := self._no_step_alarm.check(self._now):
@@ -166,7 +172,7 @@ class Controller:
             return
         elif isinstance(entry, Outcome):
             self._accounts.add_outcome(entry)
-        if self._order.curriculum is not None and isinstance(entry, Cut | Outcome):
+        if self._has_curriculum and isinstance(entry, Cut | Outcome):
             self._visits.read(entry)
 
     def _counts(self, group_id: str) -> bool:

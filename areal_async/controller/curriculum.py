@@ -9,7 +9,7 @@ and anybody can tell afterwards what was passed over.
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field
 from hashlib import blake2b
 
@@ -26,9 +26,19 @@ MAX_LOOKED_AT = 1024
 class Visits:
     """What prompts came to, in the order of the log."""
 
-    def __init__(self) -> None:
+    def __init__(self, visits: Iterable[tuple[int, float]] = ()) -> None:
         self._indices = array("q")
         self._means = array("d")
+        self.extend(visits)
+
+    def extend(self, visits: Iterable[tuple[int, float]]) -> None:
+        """Add visits: of each, the row and the group's mean reward."""
+        for index, reward in visits:
+            self._indices.append(index)
+            self._means.append(reward)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(self._indices, self._means, strict=True)
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -48,8 +58,7 @@ class Visits:
                     self._add(group.group_id, mean([item.slot.reward for item in group.slots]))
 
     def _add(self, group_id: str, reward: float) -> None:
-        self._indices.append(GroupId.parse(group_id).index)
-        self._means.append(reward)
+        self.extend([(GroupId.parse(group_id).index, reward)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

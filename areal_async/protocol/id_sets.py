@@ -8,8 +8,11 @@ import re
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from operator import le
+
+import msgspec
 
 _INT64 = "q"
 _PARTS = re.compile("(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})").fullmatch
@@ -50,6 +53,25 @@ class NumberSet(AbstractSet[int]):
             first.insert(after, number)
             last.insert(after, number)
 
+    def ends(self) -> list[int]:
+        """Return first and last number of each interval, ascending."""
+        return [number for pair in zip(self._first, self._last, strict=True) for number in pair]
+
+    @classmethod
+    def of_ends(cls, ends: Sequence[int]) -> "NumberSet":
+        """Undo ``ends``.
+
+        Raises:
+            ValueError: they are none.
+        """
+        made = cls()
+        made._first, made._last = array(_INT64, ends[::2]), array(_INT64, ends[1::2])
+        is_paired = len(made._first) == len(made._last) and all(map(le, made._first, made._last))
+        if not is_paired or any(first - last < 2 for last, first in zip(made._last, made._first[1:], strict=False)):
+            raise ValueError(f"intervals: got {len(ends)} ends that do not ascend")
+        made._num = sum(made._last) - sum(made._first) + len(made._first)
+        return made
+
     def __contains__(self, number: object) -> bool:
         if not isinstance(number, int):
             return False
@@ -62,6 +84,14 @@ class NumberSet(AbstractSet[int]):
 
     def __len__(self) -> int:
         return self._num
+
+
+class GroupIdsState(msgspec.Struct, array_like=True):
+    """``GroupIds`` as plain values."""
+
+    ends: dict[str, list[int]] = {}
+    """Attempt -> ends of its intervals."""
+    others: list[str] = []
 
 
 class GroupIds(AbstractSet[str]):
@@ -83,6 +113,23 @@ class GroupIds(AbstractSet[str]):
             self._by_attempt[attempt].add(prompt)
         else:
             self._others.add(group_id)
+
+    def state(self) -> "GroupIdsState":
+        """Return it as plain values."""
+        ends = {attempt: prompts.ends() for attempt, prompts in self._by_attempt.items()}
+        return GroupIdsState(ends=ends, others=sorted(self._others))
+
+    @classmethod
+    def of_state(cls, state: "GroupIdsState") -> "GroupIds":
+        """Undo ``state``.
+
+        Raises:
+            ValueError: it is none.
+        """
+        made = cls()
+        made._by_attempt.update({attempt: NumberSet.of_ends(ends) for attempt, ends in state.ends.items()})
+        made._others = set(state.others)
+        return made
 
     def update(self, group_ids: Iterable[str]) -> None:
         """Take groups in."""

@@ -16,8 +16,29 @@ from itertools import count, takewhile
 
 import msgspec
 
-from areal_async.protocol.id_sets import GroupIds
+from areal_async.protocol.fields import Count
+from areal_async.protocol.id_sets import GroupIds, GroupIdsState
 from areal_async.protocol.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind
+
+
+class JournalState(msgspec.Struct, kw_only=True):
+    """What a ``Journal`` has read, as plain values. The cuts are told by where they are stored: they are large."""
+
+    lineage: Count
+    restored_step: Count
+    cuts: dict[int, int]
+    """Step -> stream sequence, in the order in which they were read."""
+    settled: GroupIdsState
+    untrained: dict[OutcomeKind, GroupIdsState]
+    branches: dict[str, int]
+    last_cut_sequence: Count
+    given_up: list[CutGroup]
+    """Those that have not ended since."""
+    checkpoints: list[int]
+    is_ended: bool
+    checkpointed_step: Count
+    closed_steps: list[int]
+    num_closed: list[int]
 
 
 @dataclass(slots=True)
@@ -49,6 +70,10 @@ class Journal:
     """Groups that have ended otherwise than trained, by how."""
     _checkpointed_step: int = 0
     """Step of the newest checkpoint that an outcome names."""
+    _goes_back: bool = False
+    """``own_step`` was before a checkpoint that an outcome names: other readers may have let go of more."""
+    _sequences: dict[int, int] = field(default_factory=dict)
+    """Stream sequence of each of ``cuts``."""
     _closed_steps: "array[int]" = field(default_factory=lambda: array("q"))
     """Ascending."""
     _num_closed: "array[int]" = field(default_factory=lambda: array("q"))
@@ -73,6 +98,7 @@ class Journal:
         else:
             self._drop_cuts(entry.step)
             self.cuts[entry.step] = entry
+            self._sequences[entry.step] = sequence
             self.branches = entry.branches
         self.close_cuts()
         return True
@@ -80,7 +106,10 @@ class Journal:
     def _drop_cuts(self, first_step: int) -> list[Cut]:
         while self._closed_steps and self._closed_steps[-1] >= first_step:
             del self._closed_steps[-1], self._num_closed[-1]
-        return [self.cuts.pop(step) for step in list(self.cuts) if step >= first_step]
+        dropped = [step for step in self.cuts if step >= first_step]
+        for step in dropped:
+            self._sequences.pop(step, None)
+        return [self.cuts.pop(step) for step in dropped]
 
     def close_cuts(self) -> None:
         """Let go of cuts, in the order of their steps, that a checkpoint holds and of which each group has ended."""
@@ -89,6 +118,7 @@ class Journal:
             if step > self._checkpointed_step or any(group.group_id not in self.settled for group in groups):
                 break
             del self.cuts[step]
+            self._sequences.pop(step, None)
             self._num_closed.append(len(groups) + (self._num_closed[-1] if self._num_closed else 0))
             self._closed_steps.append(step)
         self.checkpoints = {step for step in self.checkpoints if step >= self._checkpointed_step}
@@ -102,6 +132,62 @@ class Journal:
                 self.cuts[step] = msgspec.structs.replace(cut, groups=kept)
                 return
 
+    def state(self) -> "JournalState | None":
+        """Return what was read as plain values, without the cuts; None where other readers may hold less."""
+        if self._goes_back:
+            return None
+        return JournalState(
+            lineage=self.lineage,
+            restored_step=self.restored_step,
+            cuts={step: self._sequences[step] for step in self.cuts},
+            settled=self.settled.state(),
+            untrained={kind: groups.state() for kind, groups in self._untrained.items()},
+            branches=self.branches,
+            last_cut_sequence=self.last_cut_sequence,
+            given_up=[group for name, group in self.given_up.items() if name not in self.settled],
+            checkpoints=sorted(self.checkpoints),
+            is_ended=self.is_ended,
+            checkpointed_step=self._checkpointed_step,
+            closed_steps=list(self._closed_steps),
+            num_closed=list(self._num_closed),
+        )
+
+    @classmethod
+    def of_state(
+        cls, state: "JournalState", cuts: Iterable[Cut], *, own_lineage: int = 0, own_step: int = 0
+    ) -> "Journal":
+        """Undo ``state``: what is read from here on comes to the same as if all had been read.
+
+        Args:
+            cuts: those that it names, as they were read, in any order.
+
+        Raises:
+            ValueError: it is none, those are not its cuts, or one who begins from ``own_step`` needs older ones.
+        """
+        by_step = {cut.step: cut for cut in cuts}
+        if by_step.keys() != state.cuts.keys() or len(state.closed_steps) != len(state.num_closed):
+            raise ValueError(f"got cuts of {sorted(by_step)}, need those of {sorted(state.cuts)}")
+        if own_lineage and state.checkpointed_step > own_step:
+            raise ValueError(f"it is of a checkpoint at step {state.checkpointed_step}, after step {own_step}")
+        return cls(
+            own_lineage=own_lineage,
+            own_step=own_step,
+            lineage=state.lineage,
+            restored_step=state.restored_step,
+            cuts={step: by_step[step] for step in state.cuts},
+            settled=GroupIds.of_state(state.settled),
+            branches=state.branches,
+            last_cut_sequence=state.last_cut_sequence,
+            given_up={group.group_id: group for group in state.given_up},
+            checkpoints=set(state.checkpoints),
+            is_ended=state.is_ended,
+            _untrained={kind: GroupIds.of_state(groups) for kind, groups in state.untrained.items()},
+            _checkpointed_step=state.checkpointed_step,
+            _sequences=dict(state.cuts),
+            _closed_steps=array("q", state.closed_steps),
+            _num_closed=array("q", state.num_closed),
+        )
+
     def add_outcome(self, outcome: Outcome) -> bool:
         """Read an outcome; say whether it settles its group now."""
         group_id, kind = outcome.group_id, outcome.kind
@@ -109,7 +195,9 @@ class Journal:
             return False
         self.settled.add(group_id)
         if kind is OutcomeKind.TRAINED:
-            told = outcome.step if outcome.lineage >= self.own_lineage else min(outcome.step, self.own_step)
+            told = outcome.step
+            if outcome.lineage < self.own_lineage and told > self.own_step:
+                told, self._goes_back = self.own_step, True
             self._checkpointed_step = max(self._checkpointed_step, told)
         else:
             self._untrained.setdefault(kind, GroupIds()).add(group_id)

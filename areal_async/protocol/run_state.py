@@ -158,3 +158,18 @@ class FleetSize(Record, frozen=True, kw_only=True):
 
     num_servers: NumServers | None = None
     """``None``, like no such key at all, for as many as the settings say."""
+
+
+class Snapshot(Record, frozen=True, kw_only=True):
+    """KV ``journal`` and ``accounts``: what the log comes to up to an entry, so that a start reads only what follows.
+
+    Anyone who finds it wrong or of another log reads the whole log instead.
+    """
+
+    sequence: Count
+    """Stream sequence of that entry."""
+    entry_sha256: str
+    """SHA-256 of that entry as it is stored: a log that was put back or moved has another one there."""
+    state: bytes
+    """What was read up to there; base64 in JSON."""
+    state_sha256: str

@@ -9,11 +9,13 @@ from typing import Final
 RUN_NAME = re.compile(r"[a-z0-9_-]{1,48}")
 TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 
+ACCOUNTS = "accounts"
 ADMITTED = "admitted"
 CARD = "card"
 CHANGES = "changes"
 CHECKPOINT = "checkpoint"
 CONTROL = "control"
+JOURNAL = "journal"
 LAUNCHER = "launcher"
 LINEAGE = "lineage"
 NODES = "node."

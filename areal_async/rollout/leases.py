@@ -1,5 +1,6 @@
 """Leasing tickets: as many as there is room for, only while a server can serve, none once the node drains."""
 
+import time
 from collections.abc import Awaitable, Callable, Set
 from functools import partial
 
@@ -22,7 +23,9 @@ from areal_async.rollout.recovery import RowKey, row_key
 from areal_async.rollout.settled import SettledGroups
 from areal_async.telemetry import wait_graph
 
-FETCH_WAIT_S = 5.0
+FETCH_WAIT_S = 10.0
+POLL_S = 5.0
+"""Time between two looks at the settings that operators have changed, which are also heard of."""
 MAX_LEASES_PER_FETCH = 16
 """Nodes that take a few at a time share a short queue evenly."""
 MAX_EVALUATIONS = 128
@@ -68,7 +71,7 @@ class Leases:
         known, _ = await self._node.bus.get(CHANGES, Changes)
         self._change(known or Changes())
         task_status.started()
-        async for changes in self._node.bus.watch_key(CHANGES, Changes):
+        async for changes in self._node.bus.watch_key(CHANGES, Changes, poll_s=POLL_S):
             self._change(changes)
 
     def _change(self, changes: Changes) -> None:
@@ -83,11 +86,21 @@ class Leases:
     async def _take_tickets(self, deliveries: list[Delivery]) -> list[Task]:
         tickets = [(delivery, await self._node.bus.decode(delivery, Ticket)) for delivery in deliveries]
         readable = [(delivery, ticket) for delivery, ticket in tickets if ticket is not None]
-        settled = await self._settled.among([ticket for _, ticket in readable])
+        doubtful = [ticket for delivery, ticket in readable if self._may_be_settled(delivery, ticket)]
+        settled = await self._settled.among(doubtful) if doubtful else set()
         return [
-            (delivery, None if is_over else partial(run_ticket, self._node, ticket))
-            for (delivery, ticket), is_over in zip(readable, settled, strict=True)
+            (delivery, None if ticket.group_id in settled else partial(run_ticket, self._node, ticket))
+            for delivery, ticket in readable
         ]
+
+    def _may_be_settled(self, delivery: Delivery, ticket: Ticket) -> bool:
+        """Say whether the group may have ended before this: the log is read for such tickets alone.
+
+        Each node would read all that becomes of every group else. A group of which nobody has had the ticket ends when
+        the trainer has waited for it so long. Where it ended otherwise, its slots are late: work in vain, and no more.
+        """
+        waited_s = time.time() - delivery.stored_ns / 1e9
+        return delivery.num_delivered > 1 or waited_s > self._node.now.rollout_of(ticket.workflow).group_deadline_s
 
     async def _take_eval_tickets(self, deliveries: list[Delivery]) -> list[Task]:
         tickets = [(delivery, await self._node.bus.decode(delivery, EvalTicket)) for delivery in deliveries]

@@ -54,7 +54,7 @@ async def recover(node: NodeContext, file: LoopBlockFile) -> set[RowKey]:
 
 
 async def _store_slots(node: NodeContext, ticket: Ticket, culprit: Work, reason: str) -> None:
-    if (await SettledGroups(node.bus).among([ticket]))[0]:
+    if await SettledGroups(node.bus).among([ticket]):
         return
     reasons = _reasons(ticket, await stored_messages(node, ticket), culprit, reason)
     outbox = Outbox(

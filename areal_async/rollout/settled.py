@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import anyio
 
-from areal_async.bus import Bus
+from areal_async.bus import Bus, JournalSnapshots, entries_after
 from areal_async.protocol.journal import Journal, without_slots
 from areal_async.protocol.types import Cut, Outcome, Ticket
 
@@ -23,20 +23,21 @@ class SettledGroups:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._lock = anyio.Lock()
-        self._next_sequence = 1
-        self._journal = Journal()
+        self._journal: Journal | None = None
+        self._sequence = 0
 
-    async def among(self, tickets: Sequence[Ticket]) -> list[bool]:
-        """Say of each ticket whether its group is settled as of now."""
-        names = self._bus.names
+    async def among(self, tickets: Sequence[Ticket]) -> set[str]:
+        """Return which of the tickets' groups are settled as of now."""
         async with self._lock:
-            async for message in self._bus.find_messages(
-                names.outcomes_stream, names.log, start_sequence=self._next_sequence
-            ):
-                self._next_sequence = message.sequence + 1
-                entry = await self._bus.decode(message, Cut if message.subject == names.cuts else Outcome)
+            journal = self._journal
+            if journal is None:
+                journal, self._sequence = await JournalSnapshots(self._bus).load_journal(keeps_slots=False)
+                self._journal = journal
+            async for message in entries_after(self._bus, self._sequence):
+                entry = await self._bus.decode(message, Cut if message.subject == self._bus.names.cuts else Outcome)
                 if isinstance(entry, Cut):
-                    self._journal.add_cut(without_slots(entry), sequence=message.sequence)
+                    journal.add_cut(without_slots(entry), sequence=message.sequence)
                 elif isinstance(entry, Outcome):
-                    self._journal.add_outcome(entry)
-        return [is_settled(self._journal, ticket) for ticket in tickets]
+                    journal.add_outcome(entry)
+                self._sequence = message.sequence
+        return {ticket.group_id for ticket in tickets if is_settled(journal, ticket)}

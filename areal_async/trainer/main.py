@@ -106,7 +106,9 @@ async def _run_rank(
         begin = await _begin(ranks, lineage)
         structlog.contextvars.bind_contextvars(lineage=begin.lineage)
         restored_step = Version.parse(Path(begin.checkpoint).name).step if begin.checkpoint else 0
-        reader = JournalReader(bus, lineage=begin.lineage, restored_step=restored_step)
+        reader = JournalReader(
+            bus, lineage=begin.lineage, restored_step=restored_step, keeps_snapshots=lineage is not None
+        )
         loops.start_soon(reader.run)
         await reader.read_through(begin.sequence)
         feed = BatchFeed(bus, settings, lineage, reader.journal) if lineage is not None else None

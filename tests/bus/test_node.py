@@ -481,9 +481,16 @@ async def test_redelivered_ticket_runs_only_the_missing_siblings(run: Run) -> No
     ]  # fmt: skip
 
 
-async def test_ticket_of_a_settled_group_is_only_acknowledged(run: Run) -> None:
+@pytest.mark.parametrize("is_late", [False, True], ids=["comes again", "has waited for long"])
+async def test_ticket_of_a_settled_group_is_only_acknowledged(
+    is_late: bool, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await run.announce()
     await run.admit("0-0-0")
+    if is_late:
+        monkeypatch.setattr("areal_async.rollout.leases.time.time", lambda: 4e9)
+    else:
+        await lease_and_give_back(run)
     await run.admit("0-1-0")
     settled = Outcome(group_id="0-0-0", kind=OutcomeKind.ABANDONED, lineage=1)
     await run.controller.publish(run.names.outcomes, settled, msg_id="outcome")

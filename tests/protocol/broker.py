@@ -18,7 +18,7 @@ from areal_async.bus.sweep import StoredSequences
 from areal_async.errors import BusError, ConflictError, ConsumerGoneError, StreamFullError
 from areal_async.protocol import wire
 from areal_async.protocol.events import Event
-from areal_async.protocol.subjects import Names
+from areal_async.protocol.subjects import JOURNAL, Names
 from areal_async.protocol.types import Cut, Outcome, Record, StoredMessage, Ticket
 
 if TYPE_CHECKING:
@@ -178,6 +178,8 @@ class ModelBus:
     # keys
 
     async def get(self, key: str, kind: type[Record]) -> tuple[Any, int]:
+        if key == JOURNAL:
+            return None, 0  # a snapshot decides nothing: nobody here keeps one, and no run is longer for that
         await effect()
         found = self._broker.keys_at(self._reach(key, self._broker.revision, is_partial=True)).get(key, (None, 0))
         self._see(key, found[1])
@@ -240,9 +242,10 @@ class ModelBus:
         await effect()
         return self._broker.log[: self._reach(LOG, len(self._broker.log))]
 
-    async def find_messages(self, stream: str, subject: str) -> AsyncIterator[LogEntry]:
+    async def find_messages(self, stream: str, subject: str, *, start_sequence: int = 1) -> AsyncIterator[LogEntry]:
         for entry in await self.read_log(stream, subject):
-            yield entry
+            if entry.sequence >= start_sequence:
+                yield entry
 
     async def get_last(self, stream: str, subject: str) -> LogEntry | None:
         await effect()

@@ -222,7 +222,9 @@ class NodeModel:
             for entry in await bus.read_new(self.num_read):
                 read_entry(entry, self.journal, keeps_slots=False)
                 self.num_read += 1
-            if is_settled(self.journal, delivery.ticket):
+            # One that comes for the first time is looked up where it has waited for long: here, every other prompt's.
+            is_doubtful = delivery.num_delivered > 1 or GroupId.parse(delivery.ticket.group_id).index % 2 == 0
+            if is_doubtful and is_settled(self.journal, delivery.ticket):
                 await bus.ack_ticket(delivery)
             else:
                 self.num_running += 1

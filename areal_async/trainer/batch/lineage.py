@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import msgspec
 
-from areal_async.bus import Bus, Message, take_trainer_consumer
+from areal_async.bus import Bus, JournalSnapshots, Message, entries_after, take_trainer_consumer
 from areal_async.errors import ConflictError, FencedError
 from areal_async.process.failpoints import failpoint
 from areal_async.protocol.events import CheckpointWritten, Event, WeightsAnnounced
@@ -38,6 +38,7 @@ class Lineage:
         self.checkpoint = checkpoint
         self._revisions: dict[str, int] = {}
         self._last_cut_sequence = 0
+        self.snapshots = JournalSnapshots(bus)
 
     @classmethod
     async def take(cls, bus: Bus) -> "Lineage":
@@ -101,11 +102,14 @@ class Lineage:
         Raises:
             FencedError: a newer one has begun.
         """
-        names = self._bus.names
-        journal = Journal(own_lineage=self.number) if is_whole else Journal()
-        async for message in self._bus.find_messages(names.outcomes_stream, names.log):
+        if is_whole:
+            journal, sequence = Journal(own_lineage=self.number), 0
+        else:
+            journal, sequence = await self.snapshots.load_journal()
+        self._last_cut_sequence = journal.last_cut_sequence
+        async for message in entries_after(self._bus, sequence):
             await read_entry(self._bus, message, journal)
-            if message.subject == names.cuts:
+            if message.subject == self._bus.names.cuts:
                 self._last_cut_sequence = message.sequence  # also of one that cannot be read
         self._check_newest(journal.lineage)
         return journal

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
-from areal_async.bus import Bus
+from areal_async.bus import Bus, JournalSnapshots
 from areal_async.process.bell import Bell
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Cut, CutKind
@@ -22,21 +22,30 @@ Fetch = Callable[[Cut], Awaitable[RankShard]]
 class JournalReader:
     """Follows the log; hands out the cut of a step once it is there."""
 
-    def __init__(self, bus: Bus, *, lineage: int, restored_step: int) -> None:
-        """Follow it for the trainer of ``lineage``, which begins from the checkpoint of ``restored_step``."""
+    def __init__(self, bus: Bus, *, lineage: int, restored_step: int, keeps_snapshots: bool = False) -> None:
+        """Follow it for the trainer of ``lineage``, which begins from the checkpoint of ``restored_step``.
+
+        Args:
+            keeps_snapshots: of what it has read, for who starts next; rank 0 alone may.
+        """
         self._bus = bus
         self._lineage = lineage
+        self._snapshots = JournalSnapshots(bus)
+        self._keeps_snapshots = keeps_snapshots
         self._sequence = 0
         self._changed = Bell()
         self.journal = Journal(own_lineage=lineage, own_step=restored_step)
 
     async def run(self) -> None:
-        """Follow the log until cancelled."""
-        names = self._bus.names
-        async for message in self._bus.follow(names.outcomes_stream, names.log):
+        """Follow the log until cancelled, from the newest snapshot on."""
+        names, own = self._bus.names, self.journal
+        self.journal, sequence = await self._snapshots.load_journal(own_lineage=own.own_lineage, own_step=own.own_step)
+        async for message in self._bus.follow(names.outcomes_stream, names.log, start_sequence=sequence + 1):
             await read_entry(self._bus, message, self.journal)
             self._sequence = message.sequence
             self._changed.ring()
+            if self._keeps_snapshots:
+                await self._snapshots.offer(message, self.journal)
 
     async def read_through(self, sequence: int) -> None:
         """Wait until the log is read up to ``sequence``."""
