@@ -19,8 +19,8 @@ from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLost
 from areal_async.errors import ConsumerGoneError
 from areal_async.process.bell import Bell
 
-PULL_S = 1.5
-"""A waiting pull lives this long: a restarted broker has forgotten it, and it is asked again."""
+PULL_S = 10.0
+"""A waiting pull lives this long. One that a restarted broker has forgotten is asked again on reconnecting."""
 GRACE_S = 0.5
 """Time after a pull's end within which its last answer may come."""
 SETTLE_CHUNK = 128
@@ -163,6 +163,8 @@ class Inbox:
                 return self._take(max_messages)
             pull_s = min(PULL_S, remaining_s)
             await self._pull({"batch": 1, "expires": int(pull_s * 1e9)}, 1, pull_s + GRACE_S)
+            if not self._arrived and anyio.current_time() >= ends_at:
+                return []
 
     async def _give_back(self) -> None:
         """Give back at once what arrived and was not fetched."""

@@ -11,9 +11,11 @@ those that are kept can be read, the newest that this process has read or writte
 
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import anyio
 
 from areal_async.bus.dead import DeadLetters, decode
 from areal_async.bus.log import POLL_S, Attention, Message, StreamReader
@@ -29,6 +31,8 @@ HISTORY = 16
 NODES_HISTORY = 1
 """Values kept of a node's key: one that is there can be written again however full its bucket is, as a value
 then takes the place of another."""
+WHOLE_S = 10.0
+"""Time after which all keys that begin alike are read again, and not only what has changed."""
 MAX_REMEMBERED = 4096
 """Unreadable values of which no second dead letter is stored at the next look."""
 
@@ -47,6 +51,8 @@ class Keys:
         self._unreadable: deque[int] = deque(maxlen=MAX_REMEMBERED)
         self._known: dict[str, tuple[int, Record]] = {}
         """The newest value that was read or written here, by subject, and its revision."""
+        self._views: dict[str, _View] = {}
+        """What is known of the keys that begin so."""
 
     async def get(self, key: str, kind: type[R]) -> tuple[R | None, int]:
         """Return a key's value and revision: ``(None, 0)`` when it never existed, ``(None, n)`` when deleted.
@@ -101,10 +107,30 @@ class Keys:
     async def entries(self, prefix: str, kind: type[R]) -> dict[str, tuple[R, int]]:
         """Return value and revision of every key that starts with ``prefix``, which ends in a dot, in one request.
 
-        Those that cannot be read are left out.
+        Those that cannot be read are left out. Asked again, it reads what has changed since, however many keys there
+        are; all of them every ``WHOLE_S`` and after each loss of the connection, as a purge leaves no trace.
         """
+        view = self._views.get(prefix)
+        if view is None or view.is_over(self.api.connection.num_losses):
+            view = self._views[prefix] = _View(self.api.connection.num_losses)
+            changed = list((await self._last(prefix)).values())
+        else:
+            changed = await self.api.read_batch(self._stream(prefix), self._subject(f"{prefix}>"), view.last + 1)
+        for message in changed:
+            view.last, key = max(view.last, message.sequence), _key_of(message)
+            value = None
+            with suppress(WireError):
+                value = await self._value(message, kind) if _is_key(key) and not _is_deleted(message) else None
+            if value is None:
+                view.entries.pop(key, None)
+            else:
+                view.entries[key] = value, message.sequence
+        return dict(view.entries)
+
+    async def entries_of(self, keys: Iterable[str], kind: type[R]) -> dict[str, tuple[R, int]]:
+        """Return value and revision of those of these keys that exist and can be read, in one request."""
         found: dict[str, tuple[R, int]] = {}
-        for key, last in (await self._last(prefix)).items():
+        for key, last in (await self._last(*keys)).items():
             with suppress(WireError):
                 if (value := await self._value(last, kind)) is not None:
                     found[key] = value, last.sequence
@@ -191,6 +217,22 @@ class Keys:
         return f"$KV.{self.names.bucket_of(key)}.{key}"
 
 
+class _View:
+    """Keys that begin alike, as they were at the last look."""
+
+    def __init__(self, num_losses: int) -> None:
+        """``num_losses``: the connection's, before they are read."""
+        self.entries: dict[str, tuple[Any, int]] = {}
+        self.last = 0
+        """Newest revision that was seen."""
+        self._num_losses = num_losses
+        self._ends_at = anyio.current_time() + WHOLE_S
+
+    def is_over(self, num_losses: int) -> bool:
+        """Say whether all of them are to be read again."""
+        return num_losses != self._num_losses or anyio.current_time() > self._ends_at
+
+
 class Watch(AsyncIterator[R], Generic[R]):
     """A key's value, then each newer one that is seen. Values between two looks are skipped, as is a deleted key."""
 
@@ -207,6 +249,7 @@ class Watch(AsyncIterator[R], Generic[R]):
             record, revision = await self._keys.get(self._key, self._kind)
             if record is not None and revision > self._revision:
                 self._revision = revision
+                self._attention.note_found()
                 return record
             await self._attention.wait()
 

@@ -34,6 +34,7 @@ NO_MESSAGE = 10037
 """What a leader answers where a message is not."""
 FIRST_LOOK_S = 0.005
 """The bell may ring before the message is stored: look again soon, then less and less often."""
+LOOK_GROWTH = 4
 
 _READ_HEADERS = {
     "Nats-Stream", "Nats-Subject", "Nats-Sequence", "Nats-Time-Stamp", "Nats-Num-Pending", "Nats-Last-Sequence",
@@ -329,6 +330,8 @@ class Attention:
         self._poll_s = poll_s
         self._bell: Bell | None = None
         self._num_seen = 0
+        self._num_open = 0
+        """Rings of which what they told of may not be found yet."""
         self._look_s = poll_s
 
     async def listen(self) -> None:
@@ -342,11 +345,17 @@ class Attention:
         assert self._bell is not None
         with anyio.move_on_after(self._look_s):
             await self._bell.wait(self._num_seen)
-        if self._bell.num_rings != self._num_seen:
-            self._num_seen = self._bell.num_rings
+        if num_new := self._bell.num_rings - self._num_seen:
+            self._num_seen, self._num_open = self._bell.num_rings, self._num_open + num_new
             self._look_s = FIRST_LOOK_S
         else:
-            self._look_s = min(self._poll_s, 2 * self._look_s)
+            self._look_s = min(self._poll_s, LOOK_GROWTH * self._look_s)
+            self._num_open *= self._look_s < self._poll_s
+
+    def note_found(self) -> None:
+        """Take in that a look has found something new: where one ring has told of it, no other look is due soon."""
+        if self._num_open == 1:
+            self._look_s, self._num_open = self._poll_s, 0
 
 
 class Follow(AsyncIterator[Message]):

@@ -13,6 +13,8 @@ Beside it run the evaluations (``EvaluationSchedule``) and the watch over who is
 in the broker: the log, the ``admitted`` record, the servers' keys. Kill it anywhere.
 """
 
+import itertools
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -45,6 +47,8 @@ from areal_async.protocol.types import Admitted, Cut, GroupId, Outcome, OutcomeK
 from areal_async.telemetry import spans, wait_graph
 
 SERVER_POLL_S = 0.1
+DISOWN_POLLS = 10
+"""Every so many of these it looks for servers of nodes that are gone."""
 METRICS_INTERVAL_S = 1.0
 
 log = structlog.get_logger()
@@ -193,16 +197,18 @@ class Controller:
 
     async def run_servers(self) -> None:
         """Take note of announced and held versions until cancelled."""
-        while True:
-            entries = await self._bus.entries("server.", ServerState)
-            servers = [state for state, _ in entries.values()]
+        entries: Mapping[str, tuple[ServerState, int]] = {}
+        for number in itertools.count():
+            seen, entries = entries, await self._bus.entries("server.", ServerState)
             newest, _ = await self._bus.get(self._bus.names.weights_key(), WeightsVersion)
-            before = self._accounts.held
-            self._accounts.hold(servers, newest=Version.parse(newest.version) if newest is not None else None)
-            if self._accounts.held != before or newest != self.evaluation.newest:
-                self.evaluation.newest = newest
-                self._progress.announce()
-            await self._liveness.disown_gone(entries)
+            if entries != seen or newest != self.evaluation.newest:
+                before, servers = self._accounts.held, [state for state, _ in entries.values()]
+                self._accounts.hold(servers, newest=Version.parse(newest.version) if newest is not None else None)
+                if self._accounts.held != before or newest != self.evaluation.newest:
+                    self.evaluation.newest = newest
+                    self._progress.announce()
+            if number % DISOWN_POLLS == 0:
+                await self._liveness.disown_gone(entries)
             await anyio.sleep(SERVER_POLL_S)
 
     # admission

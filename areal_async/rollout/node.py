@@ -3,6 +3,7 @@
 Whatever raises a ``PipelineError`` ends the node; everything else is a slot's recorded failure.
 """
 
+import itertools
 import signal
 from contextlib import suppress
 from functools import partial
@@ -42,7 +43,12 @@ from areal_async.telemetry.wait_graph import ENDED
 
 DRAIN_GRACE_S = 5.0
 """How long a node that is told to end waits for its running groups before it cancels them."""
-POLL_S = 2.0
+POLL_S = 5.0
+"""Time between two looks at keys that this node also hears of."""
+CLAIM_S = 3.0
+"""Time between two looks at the keys of this node's own servers."""
+NUM_CLAIMS = 20
+"""Every so many of these, those of all nodes: they are many, and all nodes read them."""
 SPARE_STREAMS = 64
 SIGN_OFF_DEADLINE_S = 2.0
 
@@ -218,19 +224,25 @@ class _Node:
         produces:     what the servers run now, unless they have just said it themselves
         unblocked by: cancellation alone
         """
-        while True:
-            for key, (said, revision) in (await self._bus.entries("server.", ServerState)).items():
+        names, bus = self._bus.names, self._bus
+        for number in itertools.count():
+            if number % NUM_CLAIMS:
+                own = [names.server_key(server_id) for server_id in self._fleet.pool.servers]
+                found = await bus.entries_of(own, ServerState) if own else {}
+            else:
+                found = await bus.entries("server.", ServerState)
+            for key, (said, revision) in found.items():
                 server = self._fleet.pool.servers.get(said.server_id)
-                is_its_key = key == self._bus.names.server_key(said.server_id)
+                is_its_key = key == names.server_key(said.server_id)
                 if said.node_id == self._node_id and not (server and is_its_key) and said.is_waited_for:
                     with suppress(ConflictError):
-                        await self._bus.compare_and_set(key, said.gone(LEFT), revision)
+                        await bus.compare_and_set(key, said.gone(LEFT), revision)
                         log.warning("server.unknown", key=key, server_id=said.server_id, version=said.version)
                 elif server and is_its_key and said != self._state(server):
                     with suppress(ConflictError):
-                        await self._bus.compare_and_set(key, self._state(server), revision)
+                        await bus.compare_and_set(key, self._state(server), revision)
                         log.warning("server.claimed", server_id=server.id, version=server.version)
-            await anyio.sleep(POLL_S)
+            await anyio.sleep(CLAIM_S)
 
     def _state(self, server: ServerHandle) -> ServerState:
         return ServerState(

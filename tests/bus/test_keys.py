@@ -6,6 +6,7 @@ import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role
 from areal_async.bus.keys import HISTORY
+from areal_async.bus.streams import forget_nodes
 from areal_async.errors import ConflictError, WireError
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.subjects import ADMITTED, LINEAGE
@@ -102,6 +103,44 @@ async def test_entries_and_keys_are_found_by_prefix(open_role: OpenRole) -> None
         ADMITTED: Admitted(),
     }
     assert await node.records({"absent": Admitted}) == {}
+
+
+async def test_entries_asked_for_again_are_read_as_far_as_they_have_changed(
+    open_role: OpenRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator, node = await open_role(Role.OPERATOR), await open_role(Role.NODE)
+
+    def state(server_id: str, version: str = "") -> ServerState:
+        return ServerState(server_id=server_id, node_id="n", url="", version=version)
+
+    for server_id in "abcd":
+        await node.put(f"server.{server_id}", state(server_id))
+    first = await node.entries("server.", ServerState)
+    assert [value.server_id for value, _ in first.values()] == list("abcd")
+    assert await node.entries("server.", ServerState) == first
+
+    revision = await node.put("server.b", state("b", "1-2"))
+    await operator.delete("server.c")
+    await node.put("server.e", state("e"))
+    monkeypatch.setattr(node.api, "read_last_of_each", None)  # all of them are not asked for
+    second = await node.entries("server.", ServerState)
+
+    assert second == await (await open_role(Role.NODE, "1")).entries("server.", ServerState)
+    assert second["server.b"] == (state("b", "1-2"), revision)
+    assert sorted(second) == ["server.a", "server.b", "server.d", "server.e"]
+
+
+async def test_entries_that_were_purged_are_missed_at_the_next_whole_look(
+    open_role: OpenRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator, node = await open_role(Role.OPERATOR), await open_role(Role.NODE)
+    await node.put("server.a", ServerState(server_id="a", node_id="n", url="", version=""))
+    assert await node.entries("server.", ServerState)
+
+    await forget_nodes(operator)
+    monkeypatch.setattr("areal_async.bus.keys._View.is_over", lambda *_: True)
+
+    assert await node.entries("server.", ServerState) == {}
 
 
 async def test_entries_are_found_however_many_there_are(open_role: OpenRole, monkeypatch: pytest.MonkeyPatch) -> None:
