@@ -131,6 +131,8 @@ class Inbox:
         self._num_pulls = 0
         self._arrived: deque[Delivery] = deque()
         self._status: Received | None = None
+        self._was_empty = False
+        """The last look has found fewer than were asked for."""
         self._changed = Bell()
         self._held = AsyncExitStack()
 
@@ -157,14 +159,20 @@ class Inbox:
         """
         ends_at = anyio.current_time() + wait_s
         while True:
-            await self._pull({"batch": max_messages, "no_wait": True}, max_messages, GRACE_S)
             remaining_s = ends_at - anyio.current_time()
-            if self._arrived or remaining_s <= 0:
+            if self._was_empty and not self._arrived and remaining_s > 0:
+                # For one first: each pull has the broker look through all who wait at this consumer, which may be many.
+                pull_s = min(PULL_S, remaining_s)
+                await self._pull({"batch": 1, "expires": int(pull_s * 1e9)}, 1, pull_s + GRACE_S)
+                if not self._arrived:
+                    if anyio.current_time() >= ends_at:
+                        return []
+                    continue
+            if (num_wanted := max_messages - len(self._arrived)) > 0:
+                await self._pull({"batch": num_wanted, "no_wait": True}, max_messages, GRACE_S)
+            self._was_empty = len(self._arrived) < max_messages
+            if self._arrived or anyio.current_time() >= ends_at:
                 return self._take(max_messages)
-            pull_s = min(PULL_S, remaining_s)
-            await self._pull({"batch": 1, "expires": int(pull_s * 1e9)}, 1, pull_s + GRACE_S)
-            if not self._arrived and anyio.current_time() >= ends_at:
-                return []
 
     async def _give_back(self) -> None:
         """Give back at once what arrived and was not fetched."""

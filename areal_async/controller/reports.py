@@ -6,8 +6,9 @@ trajectory.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -78,12 +79,18 @@ class ProcessReport:
     heard_s: float
     state: str = ""
     waits_for: str = ""
-    waits: WaitReport = field(default_factory=WaitReport)
+    read_waits: Callable[[], WaitReport] = WaitReport
+    """Reads what it waits for in what it said: asked of all only when nothing moves, and they speak every second."""
     servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Servers of a node by id, each with ``version`` and ``fence``."""
     hold: str = ""
     """Step, by the version it makes, for which the trainer holds up generation."""
     progress: tuple[Any, ...] = ()
+
+    @cached_property
+    def waits(self) -> WaitReport:
+        """What it waits for."""
+        return self.read_waits()
 
 
 class TrainersHold:
@@ -129,7 +136,7 @@ class Reports:
             heard_s=now_s,
             state=str(said.get("state", "")),
             waits_for=str(said.get("waits_for") or ""),
-            waits=_waits_in(role, said),
+            read_waits=partial(_waits_in, role, said),
             servers=servers_in(said),
             hold=str(said.get("hold") or "") if name == wait_graph.TRAINER else "",
             progress=tuple(said.get(key) for key in PROGRESS.get(role, ())),

@@ -43,11 +43,11 @@ from areal_async.telemetry.wait_graph import ENDED
 
 DRAIN_GRACE_S = 5.0
 """How long a node that is told to end waits for its running groups before it cancels them."""
-POLL_S = 5.0
+POLL_S = 10.0
 """Time between two looks at keys that this node also hears of."""
-CLAIM_S = 3.0
+CLAIM_S = 5.0
 """Time between two looks at the keys of this node's own servers."""
-NUM_CLAIMS = 20
+NUM_CLAIMS = 12
 """Every so many of these, those of all nodes: they are many, and all nodes read them."""
 SPARE_STREAMS = 64
 SIGN_OFF_DEADLINE_S = 2.0

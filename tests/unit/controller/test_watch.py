@@ -17,7 +17,8 @@ SLOT = ("group 0-17-0", "slot 0-17-0.3", "the workflow of", 48.0)
 
 def _heard(*edges: tuple[str, str, str, float], silent_s: float = 0.0, left_out: int = 0, **more: Any) -> ProcessReport:
     records = [WaitRecord(waiter, on, what, quiet_s, quiet_s) for waiter, on, what, quiet_s in edges]
-    return ProcessReport(heard_s=NOW_S - silent_s, waits=WaitReport(records=records, num_left_out=left_out), **more)
+    waits = WaitReport(records=records, num_left_out=left_out)
+    return ProcessReport(heard_s=NOW_S - silent_s, read_waits=lambda: waits, **more)
 
 
 def _explain(**processes: ProcessReport) -> StallVerdict:
