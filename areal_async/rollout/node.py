@@ -274,7 +274,7 @@ class _Node:
             except StreamFullError as exc:
                 log.warning("server.no_room", server_id=server.id, cause=str(exc))
             with wait_graph.on(wait_graph.BROKER, "room for its key, from", waiter=wait_graph.server(server.id)):
-                await anyio.sleep(POLL_S)
+                await anyio.sleep(CLAIM_S)
         event = server_event(self._told.get(server.id), state)
         self._told[server.id] = state
         if event is not None:

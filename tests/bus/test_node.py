@@ -217,8 +217,9 @@ async def test_what_is_said_wrong_of_a_nodes_server_is_put_right_by_the_node(run
     ],
 )
 async def test_what_is_said_of_a_server_that_a_node_does_not_have_is_put_right_by_the_node(
-    run: Run, key: str, server_id: str, said: dict[str, Any]
+    run: Run, key: str, server_id: str, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("areal_async.rollout.node.NUM_CLAIMS", 1)  # all keys at every look
     await run.announce()
     ghost = ServerState(server_id=server_id, node_id="n0", url="http://nowhere", **said)
     async with run.running_node():
