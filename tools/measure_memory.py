@@ -1,14 +1,15 @@
 """A rank's memory as preflight estimates it and as it is: 1, 2 and 4 ranks on this CPU, which train a random model.
 
 Each loads it, trains a step of two packed rows, copies a checkpoint, keeps its part of a version, trains the next step
-beside both, and writes them. Said of the rank that took most: bytes that torch has had at once, anonymous resident
-memory above that of a process that has imported all and trained a model of no size, and the ratio of the estimate to
-either. ``MALLOC_MMAP_THRESHOLD_`` shows what glibc keeps of freed blocks.
+beside both, and writes them. Said of the rank that took most: bytes that the C library has given out at once, anonymous
+resident memory, both above that of a process that has imported all and trained a model of no size, and the ratio of
+the estimate to either.
 
 python -m tools.measure_memory
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -18,7 +19,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from areal_async.config.settings import AlgorithmSettings, ModelSettings, Settings, TrainerSettings
 from areal_async.doctor.preflight.memory import ModelSize
+from areal_async.launch.plan import ARENAS
 from areal_async.process.host import LOOPBACK, free_port
 from areal_async.protocol.types import Version
 from areal_async.trainer.engine.checkpoint import CheckpointWriter
@@ -40,48 +42,77 @@ LOAD = "load"
 T = TypeVar("T")
 
 
-class Meter:
-    """Counts from when it is made: what torch has, or what is resident, as the one takes some of the other."""
+class Meter(Protocol):
+    """Says what is there at most while something is done."""
 
-    def __init__(self, *, is_resident: bool) -> None:
-        gc.collect()
-        self._is_resident = is_resident
-        self._base, self._held = _anonymous_bytes(), 0
+    def take(self, phase: str, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, and note what was there at most meanwhile."""
+
+
+class TorchMeter:
+    """Counts what torch allocates, from when it is made: exactly, and of the calling thread alone."""
+
+    def __init__(self) -> None:
+        self._held = 0
         self.most: dict[str, int] = {}
         """Bytes in each phase."""
 
     def take(self, phase: str, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns, and note what was there at most meanwhile."""
         gc.collect()
-        result, most = (self._watch if self._is_resident else self._count)(work)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            result = work()
+        events: Any = seen.profiler
+        most = self._held
+        for event in sorted(events.kineto_results.events(), key=lambda one: one.start_ns()):
+            if event.name() == "[memory]":
+                self._held += event.nbytes()
+                most = max(most, self._held)
         self.most[phase] = most
         return result
 
-    def _watch(self, work: Callable[[], T]) -> tuple[T, int]:
-        seen, is_over = [_anonymous_bytes()], threading.Event()
+
+class ProcessMeter:
+    """Samples what the C library has given out, whoever asked, and what is resident, from when it is made."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        LIBC.malloc_trim(0)  # what is kept of before is not to hide what is kept from now on
+        self._base = self._now()
+        self.most: dict[str, tuple[int, int]] = {}
+        """Bytes given out, and resident ones, in each phase."""
+
+    def take(self, phase: str, work: Callable[[], T]) -> T:
+        gc.collect()
+        seen, is_over = [self._now()], threading.Event()
 
         def watch() -> None:
             while not is_over.wait(SAMPLE_S):
-                seen.append(_anonymous_bytes())
+                seen.append(self._now())
 
         watcher = threading.Thread(target=watch)
         watcher.start()
         result = work()
         is_over.set()
         watcher.join()
-        return result, max(seen) - self._base
+        given, resident = (max(column) - base for column, base in zip(zip(*seen, strict=True), self._base, strict=True))
+        self.most[phase] = given, resident
+        return result
 
-    def _count(self, work: Callable[[], T]) -> tuple[T, int]:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            result = work()
-        events: Any = seen.profiler
-        held = most = self._held
-        for event in sorted(events.kineto_results.events(), key=lambda one: one.start_ns()):
-            if event.name() == "[memory]":
-                held += event.nbytes()
-                most = max(most, held)
-        self._held = held
-        return result, most
+    def _now(self) -> tuple[int, int]:
+        now = LIBC.mallinfo2()
+        return now.uordblks + now.hblkhd, _anonymous_bytes()
+
+
+class _Mallinfo(ctypes.Structure):
+    """What glibc's ``mallinfo2`` returns: ``uordblks`` of its heaps are given out, and ``hblkhd`` as mappings."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    )
+
+
+LIBC = ctypes.CDLL(None)
 
 
 def _anonymous_bytes() -> int:
@@ -111,10 +142,9 @@ def settings_of(model: Path, *, num_ranks: int, tokens: int, dtype: str) -> Sett
     )
 
 
-def measure(ranks: Ranks, settings: Settings, *, is_resident: bool) -> dict[str, int]:
-    """Return what this rank takes in each phase."""
-    meter, tokens = Meter(is_resident=is_resident), settings.trainer.token_budget
-    rows = _rows(tokens)
+def measure(ranks: Ranks, settings: Settings, meter: Meter) -> None:
+    """Be a rank, phase by phase."""
+    rows = _rows(settings.trainer.token_budget)
     engines: Engines = meter.take(LOAD, lambda: Engines.for_run(settings, ranks))
     actor, writer = engines.actor, CheckpointWriter(ranks)
     weights = ServedWeights(actor, bucket_bytes=settings.inference.bucket_bytes)
@@ -127,7 +157,6 @@ def measure(ranks: Ranks, settings: Settings, *, is_resident: bool) -> dict[str,
         meter.take("version written", lambda: weights.write(version, Version(1, 1), folder, ranks))
         meter.take("checkpoint written", lambda: writer.write(folder / "1-1", b""))
         ranks.all_agree(True)
-    return meter.most
 
 
 def _rows(tokens: int) -> list[TrainRow]:
@@ -146,20 +175,22 @@ def _rows(tokens: int) -> list[TrainRow]:
     ]
 
 
-def _be_a_rank(model: Path, tiny: Path, *, tokens: int, dtype: str, is_resident: bool) -> None:
+def _be_a_rank(model: Path, tiny: Path, *, tokens: int, dtype: str) -> None:
+    LIBC.mallinfo2.restype = _Mallinfo
     with joined_ranks(deadline_s=600.0) as ranks:
         for folder, size in ((tiny, 64), (model, tokens)):  # imports, kernels and groups are there after the first
             settings = settings_of(folder, num_ranks=ranks.size, tokens=size, dtype=dtype)
-            phases = measure(ranks, settings, is_resident=is_resident)
-        every = [json.loads(one) for one in ranks.gather_bytes(json.dumps(phases).encode())]
+            meter = ProcessMeter()
+            measure(ranks, settings, meter)
+        every = [json.loads(one) for one in ranks.gather_bytes(json.dumps(meter.most).encode())]
         if ranks.rank == 0:
             print(json.dumps(every))
 
 
-def run_ranks(num_ranks: int, *given: str) -> list[dict[str, int]]:
+def run_ranks(num_ranks: int, *given: str) -> list[dict[str, list[int]]]:
     """Return the phases of each rank."""
     shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
-    shared["KINETO_LOG_LEVEL"] = "99"
+    shared[ARENAS] = "1"  # as a trainer's have it
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tools.measure_memory", "--as-rank", *given],
@@ -171,7 +202,7 @@ def run_ranks(num_ranks: int, *given: str) -> list[dict[str, int]]:
     out, _ = processes[0].communicate()
     if any(one.wait() for one in processes):
         raise SystemExit(1)
-    phases: list[dict[str, int]] = json.loads(out.splitlines()[-1])
+    phases: list[dict[str, list[int]]] = json.loads(out.splitlines()[-1])
     return phases
 
 
@@ -185,10 +216,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of a row")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--as-rank", nargs=2, type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--resident", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.as_rank:
-        _be_a_rank(*given.as_rank, tokens=given.tokens, dtype=given.dtype, is_resident=given.resident)
+        _be_a_rank(*given.as_rank, tokens=given.tokens, dtype=given.dtype)
         return
     with tempfile.TemporaryDirectory() as name:
         model, tiny = Path(name, "model"), Path(name, "tiny")
@@ -198,15 +228,13 @@ def main() -> None:
         print(f"{size.num_parameters / MB:.0f} million parameters, rows of {given.tokens} tokens, {given.dtype}; in MB")
         shared = [str(model), str(tiny), "--tokens", str(given.tokens), "--dtype", given.dtype]
         for num_ranks in given.ranks:
-            allocated, resident = (most_of(run_ranks(num_ranks, *shared, *extra)) for extra in ([], ["--resident"]))
+            phases = most_of(run_ranks(num_ranks, *shared))
             settings = settings_of(model, num_ranks=num_ranks, tokens=given.tokens, dtype=given.dtype)
             parts = host_parts(size, settings)
             print(f"\n{num_ranks} ranks: " + ", ".join(f"{name} {part / MB:.0f}" for name, part in parts.items()))
-            for phase, num_bytes in resident.items():
-                print(f"  {phase:20} {allocated[phase] / MB:8.0f} allocated {num_bytes / MB:8.0f} resident")
-            # What a file that is read is mapped to counts as allocated, and is not the process's own.
-            most = max(num_bytes for phase, num_bytes in allocated.items() if phase != LOAD), max(resident.values())
-            estimate = sum(parts.values())
+            for phase, (taken, resident) in phases.items():
+                print(f"  {phase:20} {taken / MB:8.0f} given out {resident / MB:8.0f} resident")
+            most, estimate = [max(column) for column in zip(*phases.values(), strict=True)], sum(parts.values())
             told = ", ".join(f"{estimate / one:.2f} of {one / MB:.0f}" for one in most)
             print(f"  estimate {estimate / MB:.0f}: {told}", flush=True)
 
@@ -218,9 +246,9 @@ def host_parts(size: ModelSize, settings: Settings) -> dict[str, float]:
     return size.trainer_parts(trainer, dtype=dtype) | beside
 
 
-def most_of(every: list[dict[str, int]]) -> dict[str, int]:
+def most_of(every: list[dict[str, list[int]]]) -> dict[str, list[int]]:
     """Return for each phase what the rank takes that takes most."""
-    return {phase: max(one[phase] for one in every) for phase in every[0]}
+    return {phase: [max(column) for column in zip(*(one[phase] for one in every), strict=True)] for phase in every[0]}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from areal_async.algorithms.aggregation import TOKEN_MEAN, Aggregation
 from areal_async.config.settings import ModelSettings, TrainerSettings
+from areal_async.process.freed_memory import give_back_blocks
 from areal_async.process.hub import local_model
 from areal_async.trainer.engine import weights
 from areal_async.trainer.engine.checkpoint import TrainState
@@ -35,6 +36,8 @@ from areal_async.trainer.packing.rows import PackedRow, TrainRow
 T = TypeVar("T")
 Load = Callable[..., Any]
 """``model.load_policy`` or ``model.load_critic``."""
+LARGE = 50_000_000
+"""Parameters from which on what freed blocks keep of the host's memory weighs more than the time to have them anew."""
 
 log = structlog.get_logger()
 
@@ -53,6 +56,8 @@ class ModelEngine(Generic[T]):
         self.dims = ParallelDims.of(ranks, trainer)
         self._source, self._dtype = local_model(model.path), DTYPES[model.dtype]
         self._model = load(self._source, self.dims, trainer, dtype=self._dtype)
+        if ranks.device.type == "cpu" and sum(one.numel() for one in self._model.decoder.parameters()) >= LARGE:
+            give_back_blocks()
         self._trainer = trainer
         self.flops: DecoderFlops = decoder_flops(self._model.decoder)
         """Operations of the whole model, by which rows are made to cost alike."""

@@ -13,7 +13,7 @@ from areal_async.trainer.engine.parallel.dims import local_shard
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.output.served import ServedWeights
 from tests.unit.trainer.rank_workers import RankWorkers
-from tools.measure_memory import LOAD, host_parts, make_model, measure, settings_of
+from tools.measure_memory import LOAD, TorchMeter, host_parts, make_model, measure, settings_of
 
 SIZES: dict[str, dict[str, int]] = {
     "most of it state": {"hidden": 256, "layers": 6, "vocab": 1000, "tokens": 32},
@@ -61,10 +61,12 @@ def _kept(ranks: Ranks, settings: Settings) -> tuple[int, int, int]:
 
 
 def _measured(ranks: Ranks, models: dict[str, Path], dtype: str) -> dict[str, dict[str, int]]:
-    return {
-        name: measure(ranks, _settings(folder, name, ranks.size, dtype), is_resident=False)
-        for name, folder in models.items()
-    }
+    phases = {}
+    for name, folder in models.items():
+        meter = TorchMeter()
+        measure(ranks, _settings(folder, name, ranks.size, dtype), meter)
+        phases[name] = meter.most
+    return phases
 
 
 def _most(phases: dict[str, int]) -> int:
