@@ -6,7 +6,7 @@ gave is what it was: counts of rows and layers decide what a rank does next.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -80,6 +80,8 @@ class AbsentDevice(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.on_collective: Callable[[Any, Any], None] | None = None
+        """Takes each collective of the thread, the host's too, and its arguments."""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._sizes: dict[int, int] = {}
         """Of each storage that is there, by id."""
@@ -115,17 +117,21 @@ class AbsentDevice(TorchDispatchMode):
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # it comes again for the local tensors
         kwargs = kwargs or {}
+        if self.on_collective is not None and func.namespace == "c10d":
+            self.on_collective(func, args)
         leaves = tree_leaves((args, kwargs))
         if active_fake_mode() or not any(_is_absent(one) for one in leaves):  # DTensor finds shapes out with another
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return getattr(args[0], "said", torch.ones((), dtype=args[0].dtype).item())
+        given = args, kwargs
+        if any(isinstance(one, Tensor) and not isinstance(one, FakeTensor) for one in leaves):
+            given = tree_map_only(Tensor, self._faked, given)
         with self._fake:
-            fakes = tree_map_only(Tensor, self._faked, (args, kwargs))
-            result = func(*fakes[0], **fakes[1])
+            result = func(*given[0], **given[1])
         if func is torch.ops.aten._to_copy.default and not isinstance(args[0], FakeTensor) and args[0].numel() == 1:
             result.said = args[0].item()
-        return tree_map_only(FakeTensor, self._taken, result)
+        return self._taken(result) if isinstance(result, FakeTensor) else tree_map_only(FakeTensor, self._taken, result)
 
     def _faked(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)

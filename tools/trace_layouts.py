@@ -32,9 +32,7 @@ import numpy as np
 import structlog
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from areal_async.config.settings import Settings
@@ -50,13 +48,14 @@ from areal_async.trainer.shards import ShardTrainer
 from tools import absent_device
 from tools.decoder_shapes import QWEN2_5, save_heads
 
-NUM_ROWS = 4
+UPDATE_ROWS = 4
+"""Of half a budget each: the gradients of one packed row are there beside all that the next one takes."""
 ALONE = "policy alone"
 """The layout that the table of memory is for."""
-SHARES = (0.7, 1.1)
-"""What may be counted of the estimate, which adds up parts that are not all there at once."""
-PPO = {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "num_minibatches": 2}
-"""A policy, a critic and a reference; two updates in a step."""
+SHARES = (0.84, 1.03)
+"""What may be counted of the estimate."""
+PPO = {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward"}
+"""A policy, a critic and a reference."""
 LORA = {"rank": 4}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ALONE: ({"activation_checkpointing": True}, {"num_minibatches": 2}),
@@ -98,28 +97,23 @@ class RankTrace:
     peak_bytes: int
 
 
-class CollectiveLog(TorchDispatchMode):
-    """Notes every collective of this thread."""
+class CollectiveLog:
+    """Notes collectives."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[CollectiveCall] = []
+        self._members: dict[int, tuple[int, ...]] = {}
+        """Of each group, once: there may be a thousand."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a collective."""
-        if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented  # it comes again for the local tensors
-        if func.namespace == "c10d":
-            self._note(func, args)
-        return func(*args, **(kwargs or {}))
-
-    def _note(self, func: Any, args: Any) -> None:
+    def note(self, func: Any, args: Any) -> None:
+        """Note one, as its operator was called."""
         name = func.__name__.partition(".")[0]
         tensors = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
         (group,) = (
             dist.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject) and _is_group(one)
         )
-        members = tuple(dist.get_process_group_ranks(group))
+        if (members := self._members.get(id(group))) is None:
+            members = self._members[id(group)] = tuple(dist.get_process_group_ranks(group))
         peer = members[args[2]] if name in ("send", "recv_") else None
         sizes = tuple((tuple(one.shape), str(one.dtype)) for one in tensors)
         self.calls.append(CollectiveCall(name=name, members=members, peer=peer, sizes=sizes))
@@ -148,7 +142,7 @@ def trace_step(settings: Settings, rank: int) -> RankTrace:
     with _peerless_ranks(rank, settings.trainer.num_ranks) as ranks, absent_device.engines_on_it():
         # One thread for all of them, as on a GPU, where one order of all calls matters.
         threads = EngineThreads(engine=EngineThread(ranks.device), has_one=True)
-        rows = _rows(settings.trainer.token_budget // 2)
+        rows = _rows(settings.trainer.token_budget // 2, UPDATE_ROWS * settings.algorithm.num_minibatches)
 
         async def step() -> RankTrace:
             stack = ExitStack()
@@ -157,7 +151,7 @@ def trace_step(settings: Settings, rank: int) -> RankTrace:
                 shards = await threads.run("actor", lambda: ShardTrainer(
                     settings, engines=Engines.for_run(settings, ranks), threads=threads
                 ))  # fmt: skip
-                await threads.run("actor", lambda: stack.enter_context(log))
+                device.on_collective = log.note
                 await shards.run_calls(rows, _batch(rows), step=1, settings=settings)
                 return RankTrace(calls=log.calls, kept_bytes=device.num_bytes, peak_bytes=device.peak_bytes)
             finally:
@@ -217,7 +211,7 @@ def settings_of(layout: str, model: Path, num_ranks: int, *, token_budget: int) 
     )
 
 
-def _rows(num_tokens: int) -> list[TrainRow]:
+def _rows(num_tokens: int, num_rows: int) -> list[TrainRow]:
     return [
         TrainRow(
             token_ids=np.zeros(num_tokens, dtype=np.int32),
@@ -227,7 +221,7 @@ def _rows(num_tokens: int) -> list[TrainRow]:
             current_mask=np.arange(num_tokens) >= 4,
             index=index,
         )
-        for index in range(NUM_ROWS)
+        for index in range(num_rows)
     ]
 
 
