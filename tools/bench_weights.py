@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.inference.embedded.engine.weights import stage_weights
 from areal_async.inference.swap import check_files
-from areal_async.inference.weight_group import GLOO, WeightGroup, empty_bucket
+from areal_async.inference.weight_group import GLOO, WeightGroup, WeightGroupError, empty_bucket
 from areal_async.process.host import LOOPBACK
 from areal_async.protocol.types import Version, WeightsVersion
 from areal_async.trainer.engine.digests import digests
@@ -148,17 +148,14 @@ class Bench:
         """Have a thread receive whatever is sent, until the group is closed."""
         made = {"address": LOOPBACK, "size": 2, "name": "bench", "backend": GLOO, "deadline_s": DEADLINE_S}
         group = WeightGroup.host(**made)  # type: ignore[arg-type]
-        buckets, is_over = self._served.buckets, threading.Event()
 
         def receive() -> None:
             member = WeightGroup.join(rank=1, port=group.port, **made)  # type: ignore[arg-type]
-            flats = [empty_bucket(bucket) for bucket in buckets]
-            while True:
-                for flat in flats:
-                    member.broadcast(flat)
-                    if is_over.is_set():
-                        member.close()
-                        return
+            flats = [empty_bucket(bucket) for bucket in self._served.buckets]
+            with suppress(WeightGroupError), closing(member):
+                while True:
+                    for flat in flats:
+                        member.broadcast(flat)
 
         receiver = threading.Thread(target=receive)
         receiver.start()
@@ -166,10 +163,8 @@ class Bench:
         try:
             yield group
         finally:
-            is_over.set()
-            group.broadcast(empty_bucket(buckets[0]))
-            receiver.join()
             group.close()
+            receiver.join()
 
 
 def _bytes_of(tensors: list[Tensor]) -> Tensor:
