@@ -119,7 +119,6 @@ class JetStreamApi:
 
     def note_trouble(self) -> None:
         """Take in that a request was not answered as it should be: a broker restarts, a leader is elected."""
-        self.seen = Seen()
         self.answering_since_s = anyio.current_time()
 
     def retry(self, what: str) -> Retry:

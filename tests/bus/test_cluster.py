@@ -3,11 +3,13 @@
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
+from areal_async.bus.api import JetStreamApi
 from areal_async.bus.streams import all_streams
 from areal_async.config.settings import BusSettings, RunSettings, Settings
 from areal_async.doctor.preflight.broker import check_broker
@@ -180,3 +182,16 @@ async def _answers_stale(bus: Bus, stream: str, subject: str) -> bool:
                 continue
             if answer.headers["Nats-Sequence"] == "1":
                 return True
+
+
+def test_what_was_seen_is_known_through_any_trouble() -> None:
+    """An election is when an old leader may answer."""
+
+    async def last_after_trouble() -> int:
+        connection: Any = None
+        api = JetStreamApi(connection, operation_deadline_s=1.0)
+        api.seen.note("stream", 7)
+        api.note_trouble()
+        return api.seen.last("stream")
+
+    assert anyio.run(last_after_trouble) == 7
