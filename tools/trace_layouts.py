@@ -5,8 +5,8 @@
 
 Each rank's engines are built and run as a trainer builds and runs them, over torch's fake process groups, whose
 collectives return at once, and on a device without memory (``absent_device``): sizes are true, numbers mean nothing.
-Of each dimension of the mesh the first and the last rank are traced, of a pipeline the middle one too. No weight is
-read. The policy alone, as the table of memory has it, is held against preflight's estimate for it.
+Of each dimension of the mesh the first and the last rank are traced, the last of all of them, and every stage of a
+pipeline. No weight is read. The policy alone, as the table of memory has it, is held against preflight's estimate.
 Models of other layouts than the policy's are left out: their ranks read what their peers say.
 
 Invariant: ranks of one group make its collectives in one order, with one size each, and what one sends to another is
@@ -67,6 +67,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pipeline": ({"pipeline_parallel": 2}, PPO),
     "pipeline, interleaved": ({"pipeline_parallel": 2, "pipeline_schedule": "interleaved"}, PPO),
     "pipeline, tensor, replicas": ({"pipeline_parallel": 2, "tensor_parallel": 2, "replicas": 4}, PPO),
+    "pipeline of four, tensor": ({"pipeline_parallel": 4, "tensor_parallel": 2}, PPO),
     "adapters": ({"lora": LORA}, {"kl_coef": 0.1}),
     "adapters, replicas": ({"lora": LORA, "replicas": 4}, {"kl_coef": 0.1}),
 }
@@ -168,8 +169,9 @@ def trace(settings: Settings, ranks: Sequence[int]) -> dict[int, RankTrace]:
 
 
 def ranks_to_trace(sizes: Sequence[int]) -> list[int]:
-    """Return the first rank, that at the end of each dimension beside it, and that in the middle of a pipeline."""
-    places = [(0,) * len(sizes), (sizes[0] // 2, *(0,) * (len(sizes) - 1))]
+    """Return the first rank of each stage, that at the end of each other dimension, and the last of all."""
+    places = [(stage, *(0,) * (len(sizes) - 1)) for stage in range(sizes[0])]
+    places.append(tuple(size - 1 for size in sizes))
     for dim, size in enumerate(sizes):
         places.append(tuple(size - 1 if one == dim else 0 for one in range(len(sizes))))
     return sorted({int(np.ravel_multi_index(place, tuple(sizes))) for place in places})

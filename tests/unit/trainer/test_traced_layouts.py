@@ -29,7 +29,7 @@ def test_a_step_of_every_dimension_has_one_order_of_collectives_in_each_group_an
     alone, divided = (line for line in ended.stdout.splitlines() if ": 64 ranks, " in line)
     assert "dp_shard 64: 2 traced, " in alone
     assert "% of the estimate" in alone
-    assert "pp 2 x dp_replicate 4 x dp_shard 4 x tp 2: 5 traced, " in divided
+    assert "pp 2 x dp_replicate 4 x dp_shard 4 x tp 2: 6 traced, " in divided
     assert "one order" in alone
     assert "one order" in divided
 
@@ -48,4 +48,4 @@ def test_another_order_another_size_and_what_nobody_receives_are_found() -> None
 
 def test_both_ends_of_each_dimension_and_the_middle_of_a_pipeline_are_traced() -> None:
     assert ranks_to_trace((1, 1, 64, 1)) == [0, 63]
-    assert ranks_to_trace((3, 1, 3, 2)) == [0, 1, 4, 6, 12]
+    assert ranks_to_trace((3, 1, 3, 2)) == [0, 1, 4, 6, 12, 17]
