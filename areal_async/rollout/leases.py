@@ -24,7 +24,7 @@ from areal_async.rollout.settled import SettledGroups
 from areal_async.telemetry import wait_graph
 
 FETCH_WAIT_S = 10.0
-POLL_S = 10.0
+POLL_S = 30.0
 """Time between two looks at the settings that operators have changed, which are also heard of."""
 MAX_LEASES_PER_FETCH = 16
 """Nodes that take a few at a time share a short queue evenly."""

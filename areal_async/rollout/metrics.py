@@ -1,4 +1,4 @@
-"""What a node says about itself every second, as one JSON object on its metrics subject."""
+"""What a node says about itself every second (where there are many nodes more seldom), as one JSON object."""
 
 import time
 from collections import deque
@@ -11,6 +11,7 @@ import msgspec
 from areal_async.bus import serving
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.rollout.node_context import NodeContext
+from areal_async.rollout.seldom import Seldom
 from areal_async.rollout.user_code.loop_watchdog import LoopWatchdog
 from areal_async.telemetry import wait_graph
 from areal_async.telemetry.exporters.prometheus import exporting
@@ -61,7 +62,7 @@ class Pace:
         }
 
 
-async def run_metrics(node: NodeContext, pool: ServerPool, watchdog: LoopWatchdog, pace: Pace) -> None:
+async def run_metrics(node: NodeContext, pool: ServerPool, watchdog: LoopWatchdog, pace: Pace, seldom: Seldom) -> None:
     """Report until cancelled, every second and whenever asked. Nobody waits for a report, and a lost one is lost."""
     tokens_per_s = 0.0
 
@@ -76,7 +77,7 @@ async def run_metrics(node: NodeContext, pool: ServerPool, watchdog: LoopWatchdo
     ):
         num_tokens_before, before_s = 0, time.monotonic()
         while True:
-            await anyio.sleep(INTERVAL_S)
+            await anyio.sleep(INTERVAL_S * seldom.times)
             now_s, num_tokens = time.monotonic(), _num_generated_tokens(node, pool)
             tokens_per_s = round((num_tokens - num_tokens_before) / (now_s - before_s), 1)
             num_tokens_before, before_s = num_tokens, now_s

@@ -32,6 +32,7 @@ from areal_async.rollout.metrics import Pace, run_metrics, server_reports
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.policy.text import load_codec
 from areal_async.rollout.recovery import RowKey, recover
+from areal_async.rollout.seldom import Seldom
 from areal_async.rollout.server_events import server_event
 from areal_async.rollout.server_services import run_server_services
 from areal_async.rollout.user_code.loop_block_report import LoopBlockFile
@@ -43,10 +44,10 @@ from areal_async.telemetry.wait_graph import ENDED
 
 DRAIN_GRACE_S = 5.0
 """How long a node that is told to end waits for its running groups before it cancels them."""
-POLL_S = 10.0
+POLL_S = 30.0
 """Time between two looks at keys that this node also hears of."""
 CLAIM_S = 5.0
-"""Time between two looks at the keys of this node's own servers."""
+"""Time between two looks at the keys of this node's own servers; longer where there are many nodes."""
 NUM_CLAIMS = 12
 """Every so many of these, those of all nodes: they are many, and all nodes read them."""
 SPARE_STREAMS = 64
@@ -100,6 +101,7 @@ class _Node:
         self._fleet = Fleet(settings, node_id=node_id, log_directory=self._log_directory, publish=self._publish_state)
         self._told: dict[str, ServerState] = {}
         self._block_file = LoopBlockFile(run_directory, node_id)
+        self._seldom = Seldom()
         self._watchdog = LoopWatchdog(deadline_s=settings.rollout.loop_deadline_s, file=self._block_file)
 
     async def run(self, grace_s: float) -> None:
@@ -153,7 +155,7 @@ class _Node:
                     )
                     pace = Pace()
                     services.start_soon(self._watchdog.run_beats)
-                    services.start_soon(run_metrics, place, self._fleet.pool, self._watchdog, pace)
+                    services.start_soon(run_metrics, place, self._fleet.pool, self._watchdog, pace, self._seldom)
                     services.start_soon(
                         run_server_services,
                         self._bus,
@@ -231,6 +233,7 @@ class _Node:
                 found = await bus.entries_of(own, ServerState) if own else {}
             else:
                 found = await bus.entries("server.", ServerState)
+                self._seldom.note(len({said.node_id for said, _ in found.values()}))
             for key, (said, revision) in found.items():
                 server = self._fleet.pool.servers.get(said.server_id)
                 is_its_key = key == names.server_key(said.server_id)
@@ -242,7 +245,7 @@ class _Node:
                     with suppress(ConflictError):
                         await bus.compare_and_set(key, self._state(server), revision)
                         log.warning("server.claimed", server_id=server.id, version=server.version)
-            await anyio.sleep(CLAIM_S)
+            await anyio.sleep(CLAIM_S * self._seldom.times)
 
     def _state(self, server: ServerHandle) -> ServerState:
         return ServerState(

@@ -48,6 +48,7 @@ from areal_async.protocol.types import (
 from areal_async.rollout.leases import Leases
 from areal_async.rollout.node import run_node
 from areal_async.rollout.node_context import NodeContext
+from areal_async.rollout.seldom import MOST_TIMES, Seldom
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
 
 pytestmark = pytest.mark.anyio
@@ -231,6 +232,28 @@ async def test_what_is_said_of_a_server_that_a_node_does_not_have_is_put_right_b
         assert now == ghost.gone(LEFT)
         assert (now.version, now.fenced, now.is_waited_for) == ("", True, False)
         assert await run.server(lambda _: True) == mine
+
+
+async def test_a_node_speaks_more_seldom_the_more_nodes_have_servers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Seldom] = []
+    monkeypatch.setattr("areal_async.rollout.node.NUM_CLAIMS", 1)
+    monkeypatch.setattr("areal_async.rollout.node.Seldom", lambda: kept.append(Seldom()) or kept[-1])
+    monkeypatch.setattr("areal_async.rollout.seldom.NODES_AT_FULL_PACE", 2)
+    await run.announce()
+    for number in range(1, 6):
+        for server in ("0", "1"):
+            server_id = f"n{number}-{server}"
+            ghost = ServerState(server_id=server_id, node_id=f"n{number}", url="", version="", fenced=True)
+            await run.node.put(run.names.server_key(server_id), ghost)
+    async with run.running_node():
+        await run.server(lambda state: state.version == "1-0" and not state.fenced)
+
+        await until(lambda: kept[0].times == 3.0)
+
+    kept[0].note(1)
+    assert kept[0].times == 1.0
+    kept[0].note(1_000)
+    assert kept[0].times == MOST_TIMES
 
 
 async def test_a_new_server_waits_until_there_is_room_for_its_key(run: Run) -> None:
