@@ -14,6 +14,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from areal_async.config.launch import LaunchSettings
 from areal_async.errors import UserError
+from areal_async.launch.backend import LauncherWorks
 from areal_async.launch.remote import FAREWELL_S, AgentLostError, AgentsBackend
 from areal_async.process.children import signal_session
 from areal_async.process.host import address_towards
@@ -73,7 +74,7 @@ class _Pipes:
         await self._process.aclose()
 
 
-class HostsBackend(AgentsBackend):
+class HostsBackend(LauncherWorks, AgentsBackend):
     """The hosts of ``launch.hosts``, beside this one."""
 
     def __init__(self, launch: LaunchSettings) -> None:
