@@ -14,7 +14,7 @@ SITE := .site/html
 AGENTS := .venv-agents
 export NEED_AGENTS := $(AGENTS)/bin/python
 
-.PHONY: run browser agents sglang test test-runs test-sglang test-gpu test-slurm test-hosts faults faults-quick nightly
+.PHONY: run browser agents ray sglang test test-runs test-sglang test-gpu test-slurm test-hosts test-ray faults faults-quick nightly
 .PHONY: check lint types site docs setup clean
 
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
@@ -23,7 +23,7 @@ run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
 # Three files at a time, for a third of each one's time is a wait; each whole in one process, in their order: the long
 # ones come first. ARGS="-n 0 ..." undoes it.
 test: $(STAMP) browser agents  ## every test that runs without a GPU and without SGLang, but for those of `test-runs`
-	$(BIN)/python -m pytest -m "not sglang and not slurm and not hosts and not whole_runs and not nightly and not gpu" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not sglang and not slurm and not ray and not hosts and not whole_runs and not nightly and not gpu" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 browser:  ## what the report of a run is looked at with; Debian's, where there is none
 	$(PYTHON) tools/setup_browser.py
@@ -32,6 +32,8 @@ agents: $(AGENTS)/.installed  ## the agent frameworks that are tried at the endp
 
 test-runs: $(STAMP)  ## whole runs: what users do, end to end, each workflow, a run that is operated, killed or damaged
 	$(BIN)/python -m pytest -m "whole_runs and not nightly" -n 3 --dist loadfile --no-loadscope-reorder tests/e2e $(ARGS)
+
+ray: $(VENV)/.ray  ## Ray beside the rest, for runs of its clusters
 
 sglang:  ## an environment in which the real SGLang runs on a CPU
 	$(PYTHON) tools/setup_sglang.py $(SGLANG)
@@ -48,6 +50,9 @@ test-hosts: $(STAMP)  ## the trainer's ranks on several hosts made of namespaces
 test-slurm: $(STAMP)  ## runs as jobs of the real Slurm, on three hosts made of namespaces; installs Debian's packages, needs root
 	$(PYTHON) tools/setup_slurm.py
 	NEED_SLURM=1 $(BIN)/python -m pytest tests/slurm $(ARGS)
+
+test-ray: $(STAMP) ray  ## a run in a real Ray of three hosts made of namespaces, of which some are killed; needs root
+	NEED_RAY=1 $(BIN)/python -m pytest -n 0 tests/ray $(ARGS)
 
 faults: $(STAMP)  ## every fault of the matrix against real runs; under an hour on two cores
 	$(BIN)/python -m tools.faults $(ARGS)
@@ -94,6 +99,10 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 $(AGENTS)/.installed: tools/agents.txt
 	$(PYTHON) -m venv --clear $(AGENTS)
 	$(AGENTS)/bin/python $(INSTALL) --no-deps -r tools/agents.txt
+	@touch $@
+
+$(VENV)/.ray: $(STAMP)
+	$(BIN)/python $(INSTALL) -c $(CONSTRAINTS) -e ".[ray]"
 	@touch $@
 
 clean:

@@ -5,11 +5,14 @@ A process that finds ``RANK`` in its environment is a rank, whoever started it (
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import anyio
+import anyio.to_thread
 
 from areal_async.config.launch import LaunchSettings
 from areal_async.config.trainer import EngineSettings
@@ -18,7 +21,10 @@ from areal_async.launch.backend import Backend, Process, ProcessSpec
 from areal_async.launch.backends import make_backend
 from areal_async.launch.plan import places_of_ranks, rank_specs
 from areal_async.launch.process_group import Death, end_all, run_together
-from areal_async.process.host import LOOPBACK, visible_gpus
+from areal_async.process.host import LOOPBACK
+
+ECHO_S = 0.2
+"""From one look at the output of another host's process to the next."""
 
 
 def own_rank() -> int | None:
@@ -33,29 +39,58 @@ def run_ranks(verb: str, words: Sequence[str], trainer: EngineSettings, launch: 
     Raises:
         PipelineError: a rank failed; where it was a user's mistake, a UserError.
     """
-    # Alone on its host it needs no other: a job of several hosts may well have it on one.
-    backend = make_backend(launch if trainer.num_hosts > 1 else LaunchSettings())
+    # Alone on its host it needs no other: a job of several hosts may well have it on one. Ray's may have no GPUs here.
+    is_spread = trainer.num_hosts > 1 or launch.backend == "ray"
+    backend = make_backend(launch if is_spread else LaunchSettings())
     base = ProcessSpec(
         name=verb,
         command=(sys.executable, "-m", "areal_async", verb, *words),
         environment={"OMP_NUM_THREADS": str(trainer.num_threads)},
         output=None,
     )
-    places = places_of_ranks(trainer, gpus=visible_gpus(), hosts=backend.hosts)
+    places = places_of_ranks(trainer, gpus=backend.gpus, hosts=backend.workers)
 
-    async def run() -> Death | None:
+    async def run(output: IO[bytes]) -> Death | None:
         async with backend.running():
-            address = await backend.address() if trainer.num_hosts > 1 else LOOPBACK
-            first, *others = rank_specs(base, trainer.num_ranks, directory=logs, places=places, address=address)
-            return await _run([replace(first, output=None), *others], backend)
+            address = await backend.address() if is_spread else LOOPBACK
+            first, *others = rank_specs(
+                base, trainer.num_ranks, directory=logs, places=places, address=address, addresses=backend.addresses
+            )
+            if backend.workers == backend.hosts:
+                return await _run([replace(first, output=None), *others], backend)
+            async with _echoing(output):
+                return await _run([first, *others], backend)
 
-    death = anyio.run(run, backend_options={"use_uvloop": True})
+    logs.mkdir(parents=True, exist_ok=True)
+    with open(logs / f"{verb}-0.out", "ab+") as output:
+        output.seek(0, os.SEEK_END)
+        death = anyio.run(run, output, backend_options={"use_uvloop": True})
     if death is None:
         return 0
     if death.name == f"{verb}-0":
         return death.status if death.status > 0 else 1  # it has said why
     error = UserError if death.status == UserError.exit_code else PipelineError
     raise error(death.sentence or str(death))
+
+
+@asynccontextmanager
+async def _echoing(output: IO[bytes]) -> AsyncIterator[None]:
+    """Print what a process on another host adds to its output, until the block ends."""
+
+    def echo() -> None:
+        sys.stdout.buffer.write(output.read())
+        sys.stdout.buffer.flush()
+
+    async def run_echo() -> None:
+        while True:
+            await anyio.to_thread.run_sync(echo)
+            await anyio.sleep(ECHO_S)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run_echo)
+        yield
+        tasks.cancel_scope.cancel()
+    echo()
 
 
 async def _run(specs: Sequence[ProcessSpec], backend: Backend) -> Death | None:

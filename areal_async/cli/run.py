@@ -67,8 +67,9 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     check(settings)
     backend = make_backend(settings.launch)
     # Refuses what this host cannot hold, before anything is removed.
-    plan_groups(settings, directory, gpus=gpus, hosts=backend.hosts)
-    check_interpreters(settings, gpus, num_hosts=len(backend.hosts))
+    plan_groups(settings, directory, gpus=backend.gpus, hosts=backend.workers)
+    if backend.workers == backend.hosts:
+        check_interpreters(settings, gpus, num_hosts=len(backend.hosts))
     check_hosts(settings, backend)
     share = share_of_run(settings)
     with ExitStack() as stack:

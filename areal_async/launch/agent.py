@@ -4,8 +4,8 @@
 
 Lines of JSON, orders on its standard input and news on its output; the first order says where to work and in which
 environment. When its input ends, or nothing has come for ``SILENT_S`` (the other side sends a beat), all that it
-started ends with it: a host that was cut off for so long is given up by the launcher too. ``Agent`` knows nothing of
-this way to it.
+started ends with it: a host that was cut off for so long is given up by the launcher too. Other ways than pipes carry
+the same lines (``AgentServer``).
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -170,12 +170,13 @@ async def read_lines(descriptor: int) -> AsyncIterator[bytes]:
             yield line
 
 
-class Pipes:
-    """An agent at its standard input and output."""
+class AgentServer:
+    """An agent that obeys lines of orders, whatever carries them."""
 
-    def __init__(self, descriptor: int, output: int) -> None:
-        self._lines = read_lines(descriptor)
-        self._output = output
+    def __init__(self, lines: AsyncIterator[bytes], tell: Callable[[bytes], None]) -> None:
+        """``tell`` takes each line of news."""
+        self._lines = lines
+        self._write = tell
         self._heard = anyio.current_time()
         self._agent = Agent(lambda number, status, sentence: self._tell(News(ENDED, number, status, sentence)))
 
@@ -219,9 +220,13 @@ class Pipes:
         everything.cancel()
 
     def _tell(self, news: News) -> None:
-        data = msgspec.json.encode(news) + b"\n"
-        while data:
-            data = data[os.write(self._output, data) :]
+        self._write(msgspec.json.encode(news) + b"\n")
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write to a pipe, however little it takes at a time."""
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def main() -> Any:
@@ -230,7 +235,7 @@ def main() -> Any:
     os.dup2(2, 1)  # what else is printed here is no news
 
     async def serve() -> None:
-        await Pipes(0, output).run()
+        await AgentServer(read_lines(0), partial(write_all, output)).run()
 
     try:
         anyio.run(serve)

@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
+
+from areal_async.process.host import visible_gpus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +47,39 @@ class Process(Protocol):
         """Return the last line that it wrote to its output since it was started; empty when there is none."""
 
 
+class LauncherWorks:
+    """A backend whose launcher's host is the first worker."""
+
+    hosts: tuple[str, ...]
+    addresses: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return self.hosts
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        return visible_gpus()
+
+
 class Backend(Protocol):
     """Starts processes that end with the launcher, however that ends."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """Where processes can be started, the launcher's own host first."""
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Those of them that ranks and nodes may be on."""
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """The first worker's, as ``CUDA_VISIBLE_DEVICES`` takes them; the others are taken to have as many."""
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        """Where workers are reached by the others; the launcher's own host, by ``address``, is not in it."""
 
     @property
     def absent(self) -> Mapping[str, str]:

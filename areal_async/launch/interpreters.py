@@ -15,7 +15,7 @@ import msgspec
 
 from areal_async.config.settings import Settings
 from areal_async.errors import UserError
-from areal_async.launch.gpus import share_gpus
+from areal_async.launch.plan import share_gpus
 from areal_async.process.device import unseen_gpus
 from areal_async.process.plain_text import escaped
 

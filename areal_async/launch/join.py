@@ -24,9 +24,8 @@ from areal_async.config.settings import Settings
 from areal_async.errors import BusError, PipelineError, UnreachableError, UserError
 from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
-from areal_async.launch.gpus import share_gpus
 from areal_async.launch.heartbeat_lock import BEAT_S, NUM_MISSED, held, next_word, run_beats
-from areal_async.launch.plan import FIRST_NODE, node_group
+from areal_async.launch.plan import FIRST_NODE, node_group, share_gpus
 from areal_async.launch.rotation import run_rotation
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Notify, RunEnd, RunSupervisor

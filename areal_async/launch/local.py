@@ -13,7 +13,7 @@ import anyio
 import anyio.abc
 
 from areal_async.errors import PipelineError
-from areal_async.launch.backend import ProcessSpec
+from areal_async.launch.backend import LauncherWorks, ProcessSpec
 from areal_async.process import stacks
 from areal_async.process.children import signal_session
 from areal_async.process.host import LOOPBACK
@@ -116,7 +116,7 @@ class LocalProcess(ChildProcess):
             self._num_asked += stacks.ask(self.pid)
 
 
-class LocalBackend:
+class LocalBackend(LauncherWorks):
     """Starts children of this process."""
 
     hosts: tuple[str, ...] = (LOOPBACK,)

@@ -1,11 +1,12 @@
-"""Which processes a run has, and with which environment each of them starts."""
+"""Which processes a run has, who of them gets which GPUs, and with which environment each of them starts."""
 
 import os
 import secrets
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Self
 
 from areal_async.config.settings import Settings
@@ -14,11 +15,11 @@ from areal_async.errors import UserError
 from areal_async.inference.card_share import CardShare
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.blockages import excuse_for
-from areal_async.launch.gpus import share_gpus
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import ProcessGroup
-from areal_async.process.host import LOOPBACK, RENDEZVOUS, free_port
+from areal_async.process.host import LOOPBACK, RENDEZVOUS, far_port, free_port
 
+NOWHERE: Mapping[str, str] = MappingProxyType({})
 FIRST_NODE = "0"
 """The node that the launcher starts."""
 TRAINER_STOP_S = 600.0
@@ -42,6 +43,7 @@ def plan_groups(
     gpus: tuple[str, ...],
     hosts: Sequence[str] = (LOOPBACK,),
     address: str = LOOPBACK,
+    addresses: Mapping[str, str] = NOWHERE,
     absent: Container[str] = (),
     share: CardShare | None = None,
 ) -> list[ProcessGroup]:
@@ -50,9 +52,10 @@ def plan_groups(
     The controller is on the launcher's host; what the others have the settings say (``LaunchSettings``).
 
     Args:
-        gpus: those of the first host; the others are taken to have as many, and find out themselves which they are.
-        hosts: the launcher's own first.
+        gpus: those of the first of them; the others are taken to have as many, and find out themselves which they are.
+        hosts: those for ranks and nodes; the launcher's own first, where it is one of them.
         address: the launcher's host's, where ranks on all others find rank 0.
+        addresses: where they find it on hosts that are not the launcher's, asked at each start of the ranks.
         absent: those of the hosts that are gone, asked at each start of the ranks.
         share: what a server may take of a GPU that the trainer has too.
 
@@ -65,7 +68,10 @@ def plan_groups(
     def trainer_specs() -> list[ProcessSpec]:
         base = role_spec(directory, "trainer", "trainer", num_threads=settings.trainer.num_threads, gpus=None)
         chosen = places.of_ranks(absent)
-        return rank_specs(base, settings.trainer.num_ranks, directory=directory.logs, places=chosen, address=address)
+        return rank_specs(
+            base, settings.trainer.num_ranks, directory=directory.logs, places=chosen, address=address,
+            addresses=addresses,
+        )  # fmt: skip
 
     def work_done() -> int:
         return directory.checkpointed_step
@@ -102,6 +108,38 @@ def plan_groups(
     ]
 
 
+def share_gpus(
+    gpus: tuple[str, ...], *, num_inference: int, num_trainer: int, colocates: bool = False
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the GPUs of the node and those of the trainer: apart, or the first ones for both where it ``colocates``.
+
+    Raises:
+        UserError: there are fewer GPUs than they need.
+    """
+    if not gpus:
+        return (), ()
+    if num_trainer > len(gpus):
+        raise UserError(
+            f"trainer.num_ranks: got {num_trainer}, need at most {len(gpus)}, one per GPU; "
+            "lower it, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    if num_inference > len(gpus):
+        raise UserError(
+            "inference.num_servers x inference.tensor_parallel, and those of frozen policies: "
+            f"got {num_inference} GPUs, need at most {len(gpus)}; "
+            "lower one of them, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    if colocates:
+        return gpus[:num_inference], gpus[:num_trainer]
+    if num_inference + num_trainer > len(gpus):
+        raise UserError(
+            f"inference.colocate: got none, with {num_inference} GPUs for servers and {num_trainer} for the trainer, "
+            f"of which there are {len(gpus)}, need {num_inference + num_trainer}; set it to release or split to have "
+            "both on the same GPUs, or lower inference.num_servers or trainer.num_ranks"
+        )
+    return gpus[:num_inference], gpus[num_inference : num_inference + num_trainer]
+
+
 def places_of_ranks(trainer: EngineSettings, *, gpus: tuple[str, ...], hosts: Sequence[str]) -> "list[Place]":
     """Return a place for each host that has ranks, where there is nothing else.
 
@@ -111,22 +149,21 @@ def places_of_ranks(trainer: EngineSettings, *, gpus: tuple[str, ...], hosts: Se
     _check_num_hosts(trainer, hosts)
     _, trained = share_gpus(gpus, num_inference=0, num_trainer=trainer.ranks_per_host)
     others = [Place(host, None if trained else ()) for host in hosts[1 : trainer.num_hosts]]
-    return [Place(None, trained), *others]
+    return [Place(hosts[0], trained), *others]
 
 
 def _check_num_hosts(trainer: EngineSettings, hosts: Sequence[str]) -> None:
     if trainer.num_hosts > len(hosts):
         raise UserError(
             f"trainer.num_hosts: got {trainer.num_hosts}, need at most {len(hosts)}, as many as there are "
-            f"({', '.join(hosts)}); lower it, or name more in launch.hosts or as the job's --nodes"
+            f"({', '.join(hosts)}); lower it, or name more in launch.hosts, as the job's --nodes or by launch.num_hosts"
         )
 
 
 class Place(NamedTuple):
     """Where a process is."""
 
-    host: str | None
-    """None for the launcher's own."""
+    host: str
     gpus: Sequence[str] | None
     """None leaves it those that the host gives."""
 
@@ -167,14 +204,14 @@ class _Places:
         """Hosts without ranks have one each; where there is none, every host does."""
         if others := self.hosts[self.num_hosts :]:
             return [Place(host, None) for host in others]
-        return [Place(self._named(host), self.served) for host in self.hosts]
+        return [Place(host, self.served) for host in self.hosts]
 
     def of_ranks(self, absent: Container[str]) -> list[Place]:
         """Return a place for each host that is to have ranks now: another one for what is gone, if one has room."""
         first, others = self.hosts[: self.num_hosts], self.hosts[self.num_hosts :]
         present = [host for host in (*first, *(others if self.has_room else ())) if host not in absent]
         chosen = [*present, *(host for host in first if host in absent)][: self.num_hosts]
-        return [Place(self._named(host), self._gpus_on(host)) for host in chosen]
+        return [Place(host, self._gpus_on(host)) for host in chosen]
 
     def _gpus_on(self, host: str) -> Sequence[str] | None:
         if host == self.hosts[0] or len(self.hosts) == self.num_hosts or not self.trained:
@@ -183,9 +220,6 @@ class _Places:
             num_served = len(self.served)
             return [str(number) for number in range(num_served, num_served + len(self.trained))]
         return None
-
-    def _named(self, host: str) -> str | None:
-        return None if host == self.hosts[0] else host
 
 
 def node_group(
@@ -233,19 +267,27 @@ def role_spec(
 
 
 def rank_specs(
-    base: ProcessSpec, num_ranks: int, *, directory: Path, places: Sequence[Place], address: str = LOOPBACK
+    base: ProcessSpec,
+    num_ranks: int,
+    *,
+    directory: Path,
+    places: Sequence[Place],
+    address: str = LOOPBACK,
+    addresses: Mapping[str, str] = NOWHERE,
 ) -> list[ProcessSpec]:
     """Return one process per rank, which find each other as torchrun's would, on a port and by a name of their own.
 
     Args:
         places: a host's each; every one has as many ranks, the first one rank 0.
-        address: where the first one is reached from all of them.
+        address: where the launcher's host is reached from all of them.
+        addresses: where those are that are not the launcher's.
     """
-    port, per_host = free_port(setting="trainer", host=address), num_ranks // len(places)
+    far, per_host = addresses.get(places[0].host), num_ranks // len(places)
+    port = free_port(setting="trainer", host=address) if far is None else far_port()
     shared = {
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(per_host),
-        "MASTER_ADDR": address,
+        "MASTER_ADDR": far or address,
         "MASTER_PORT": str(port),
         RENDEZVOUS: secrets.token_hex(8),
         ARENAS: os.environ.get(ARENAS, "1"),

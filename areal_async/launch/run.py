@@ -29,7 +29,7 @@ from areal_async.launch.run_directory import FirstStart, LiveError, RunDirectory
 from areal_async.launch.stalls import StallWatch
 from areal_async.launch.starts import LAST_WORDS_S, Start, begin, has_tickets, is_finished, resume_point
 from areal_async.launch.supervisor import Notify, RunEnd, RunSupervisor
-from areal_async.process.host import LOOPBACK, visible_gpus
+from areal_async.process.host import LOOPBACK
 from areal_async.protocol.run_state import CrewState, RunState, SharedSettings
 from areal_async.protocol.subjects import LAUNCHER, NODES, RUN_STATE, SETTINGS
 from areal_async.rollout.user_code.source_hashes import source_hashes
@@ -81,8 +81,8 @@ async def launch(
         address = await _address(settings, backend)
         host = _broker_host(settings, address, backend, notify)
         groups = plan_groups(
-            settings, directory, gpus=visible_gpus(), hosts=backend.hosts, address=address, absent=backend.absent,
-            share=share,
+            settings, directory, gpus=backend.gpus, hosts=backend.workers, address=address,
+            addresses=backend.addresses, absent=backend.absent, share=share,
         )  # fmt: skip
         bus = await stack.enter_async_context(
             _open_run(settings, directory, host=host, is_fresh=start.is_fresh, on_change=note, notify=notify)

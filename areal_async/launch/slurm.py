@@ -23,7 +23,7 @@ import anyio.abc
 import anyio.to_thread
 
 from areal_async.errors import PipelineError, UserError
-from areal_async.launch.backend import ProcessSpec
+from areal_async.launch.backend import LauncherWorks, ProcessSpec
 from areal_async.launch.local import MAX_ASKED, ChildProcess, start_child
 from areal_async.process import stacks
 from areal_async.process.host import LOOPBACK
@@ -139,7 +139,7 @@ class SlurmProcess(ChildProcess):
             )
 
 
-class SlurmBackend:
+class SlurmBackend(LauncherWorks):
     """Starts steps of the allocation that this process runs in."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:

@@ -130,6 +130,11 @@ def free_port(wanted: int = 0, *, setting: str = "port", host: str = LOOPBACK) -
     raise UserError(f"{setting}: got none of {NUM_TRIES} ports of {PORTS.start} to {PORTS.stop - 1}, need a free one")
 
 
+def far_port() -> int:
+    """Return a port of another host, where nobody looks whether it is free: it is to be for one try alone."""
+    return _DRAWS.choice(PORTS)
+
+
 def _reserve(port: int) -> bool:
     """Keep others from drawing a port; say whether nobody has drawn it before.
 

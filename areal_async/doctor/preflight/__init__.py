@@ -71,6 +71,6 @@ async def _check_places(settings: Settings, machine: Machine) -> list[PreflightF
         backend = await anyio.to_thread.run_sync(make_backend, settings.launch)
     except UserError as mistake:
         return [of_mistake("hosts", mistake)]
-    shares = await in_thread("GPUs", check_processes, settings, machine, backend.hosts)
+    shares = await in_thread("GPUs", check_processes, settings, machine, backend)
     async with backend.running():
         return [await check_hosts(settings, backend), *await check_alike(settings, backend), *shares]

@@ -1,15 +1,17 @@
 """Whether the host has the ports, the disk, the files, the cores and the clock that a run wants."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from areal_async.config.settings import Settings
 from areal_async.doctor.preflight.findings import PreflightFinding, error, gigabytes, good, good_if, warning
 from areal_async.doctor.preflight.machine import Machine, free_disk_bytes
 from areal_async.doctor.preflight.memory import NUM_BYTES, STATE_BYTES, ModelSize
+from areal_async.launch.backend import Backend
 from areal_async.launch.interpreters import check_interpreters
+from areal_async.launch.local import LocalBackend
 from areal_async.launch.plan import plan_groups
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.process.host import LOOPBACK, free_port, visible_gpus
+from areal_async.process.host import free_port
 
 FILES_PER_TRAJECTORY = 2
 """A stream to a server, and one of an agent's own client."""
@@ -20,16 +22,18 @@ NUM_WEIGHTS_KEPT = 3
 """Copies of the served weights on disk at once: two kept, and the one being written."""
 
 
-def check_processes(
-    settings: Settings, machine: Machine, hosts: Sequence[str] = (LOOPBACK,)
-) -> Iterator[PreflightFinding]:
+def check_processes(settings: Settings, machine: Machine, backend: Backend | None = None) -> Iterator[PreflightFinding]:
     """Share the GPUs as the launcher will, and have torch count them, or count threads against cores.
 
     Args:
-        hosts: that the run would have, this one first.
+        backend: of the run; None is this host alone.
     """
-    gpus = visible_gpus()
+    backend = backend or LocalBackend()
+    gpus, hosts = backend.gpus, backend.workers
     plan_groups(settings, RunDirectory(settings.run_directory), gpus=gpus, hosts=hosts)
+    if hosts != backend.hosts:
+        yield good("GPUs", f"{len(gpus)} on each of {', '.join(hosts)}")
+        return
     if gpus:
         names = ", ".join(sorted({gpu.name for gpu in machine.gpus})) or "the driver does not name them"
         yield good("GPUs", f"{len(gpus)} ({names})")

@@ -153,6 +153,7 @@ def test_ranks_that_cannot_be_spread_over_hosts_are_refused(given: dict[str, Any
     ("given", "message"),
     [
         ({"backend": "slurm"}, "hosts: got a, b with backend=slurm, which has hosts of its own, need local"),
+        ({"hosts": [], "num_hosts": 2}, "num_hosts: got 2 with backend=local, need ray"),
         ({"hosts": ["a", "a"]}, "need a different name for each"),
         ({"remote_command": "ssh {name}"}, "remote_command: got 'ssh {name}' .*need words"),
         ({"remote_command": " "}, "remote_command: got nothing, need a command"),

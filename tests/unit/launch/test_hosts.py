@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -14,9 +15,10 @@ import pytest
 
 from areal_async.config.launch import LaunchSettings
 from areal_async.launch import agent
-from areal_async.launch.agent import Hello, Order, settle
+from areal_async.launch.agent import AgentServer, Hello, Order, read_lines, settle, write_all
 from areal_async.launch.backend import ProcessSpec
-from areal_async.launch.hosts import LOST_STATUS, HostsBackend
+from areal_async.launch.hosts import HostsBackend
+from areal_async.launch.remote import LOST_STATUS
 from tests.brokers import until
 
 pytestmark = pytest.mark.anyio
@@ -133,7 +135,7 @@ async def test_an_agent_that_nobody_speaks_to_ends_all_that_it_started(
 
     with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(agent.Pipes(theirs, output).run)
+            tasks.start_soon(AgentServer(read_lines(theirs), partial(write_all, output)).run)
             pid = int((await scene.words("working"))[1])
             assert _lives(pid)
             if by == "end":

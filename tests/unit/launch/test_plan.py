@@ -8,8 +8,7 @@ import pytest
 
 from areal_async.config.settings import InferenceSettings, PolicySettings, Settings, TrainerSettings
 from areal_async.errors import UserError
-from areal_async.launch.gpus import share_gpus
-from areal_async.launch.plan import plan_groups
+from areal_async.launch.plan import plan_groups, share_gpus
 from areal_async.launch.run_directory import RunDirectory
 
 FOUR = ("0", "1", "2", "3")
@@ -128,7 +127,7 @@ def test_of_several_hosts_the_first_trains_with_all_its_gpus_and_the_others_gene
         ("node-0", "b"),
         ("node-1", "c"),
     ]
-    assert {spec.host for group in (trainer, controller) for spec in group.make_specs()} == {None}
+    assert {spec.host for group in (trainer, controller) for spec in group.make_specs()} == {"a", None}
     # Which GPUs another host gives away is known there alone.
     assert all("CUDA_VISIBLE_DEVICES" not in spec.environment for group in nodes for spec in group.make_specs())
     with pytest.raises(UserError, match="got 4 GPUs, need at most 3"):
@@ -148,12 +147,29 @@ def test_ranks_are_spread_over_the_first_hosts_and_the_others_generate(tmp_path:
     _, *nodes, _ = plan_groups(settings, RunDirectory(tmp_path), gpus=FOUR, hosts=hosts)
 
     assert _hosts_of_ranks(settings, tmp_path, hosts, gpus=FOUR, address="127.0.0.2") == [
-        (None, "0", "0", "2", "127.0.0.2", "0,1"),
-        (None, "1", "1", "2", "127.0.0.2", "0,1"),
+        ("a", "0", "0", "2", "127.0.0.2", "0,1"),
+        ("a", "1", "1", "2", "127.0.0.2", "0,1"),
         ("b", "2", "0", "2", "127.0.0.2", None),  # which GPUs it gives away is known there alone
         ("b", "3", "1", "2", "127.0.0.2", None),
     ]
     assert [spec.host for group in nodes for spec in group.make_specs()] == ["c"]
+
+
+def test_ranks_find_the_first_of_them_where_it_is_and_not_at_the_launcher(tmp_path: Path) -> None:
+    settings, addresses = Settings(trainer=TrainerSettings(num_ranks=2, num_hosts=2)), {"a": "10.0.0.1"}
+    hosts, gone = ("a", "b", "c"), set[str]()
+    groups = plan_groups(
+        settings, RunDirectory(tmp_path), gpus=(), hosts=hosts, addresses=addresses, absent=gone
+    )  # fmt: skip
+
+    def found() -> set[str]:
+        return {spec.environment["MASTER_ADDR"] for spec in groups[0].make_specs()}
+
+    assert found() == {"10.0.0.1"}
+    addresses |= {"b": "10.0.0.2", "c": "10.0.0.3"}
+    gone.add("a")
+    assert found() == {"10.0.0.2"}
+    assert [spec.host for spec in groups[0].make_specs()] == ["b", "c"]
 
 
 def test_where_no_host_is_left_over_each_shares_its_gpus_between_its_node_and_its_ranks(tmp_path: Path) -> None:
@@ -162,23 +178,23 @@ def test_where_no_host_is_left_over_each_shares_its_gpus_between_its_node_and_it
     _, *nodes, _ = plan_groups(settings, RunDirectory(tmp_path), gpus=FOUR, hosts=("a", "b"))
 
     ranks = _hosts_of_ranks(settings, tmp_path, ("a", "b"), gpus=FOUR)
-    assert [(host, gpus) for host, *_, gpus in ranks] == [(None, "1,2"), (None, "1,2"), ("b", "1,2"), ("b", "1,2")]
+    assert [(host, gpus) for host, *_, gpus in ranks] == [("a", "1,2"), ("a", "1,2"), ("b", "1,2"), ("b", "1,2")]
     specs = [spec for group in nodes for spec in group.make_specs()]
-    assert [(one.host, one.environment["CUDA_VISIBLE_DEVICES"]) for one in specs] == [(None, "0"), ("b", "0")]
+    assert [(one.host, one.environment["CUDA_VISIBLE_DEVICES"]) for one in specs] == [("a", "0"), ("b", "0")]
 
 
 @pytest.mark.parametrize(
     ("gpus", "absent", "chosen"),
     [
-        (FOUR, (), [None, "b"]),
-        (FOUR, ("b",), [None, "c"]),  # beside its node
-        (FOUR[:3], ("b",), [None, "b"]),  # no other has GPUs enough for both: it is waited for
-        ((), ("b", "c"), [None, "d"]),
-        ((), ("b", "c", "d"), [None, "b"]),
+        (FOUR, (), ["a", "b"]),
+        (FOUR, ("b",), ["a", "c"]),  # beside its node
+        (FOUR[:3], ("b",), ["a", "b"]),  # no other has GPUs enough for both: it is waited for
+        ((), ("b", "c"), ["a", "d"]),
+        ((), ("b", "c", "d"), ["a", "b"]),
     ],
 )
 def test_a_host_that_is_gone_is_left_out_where_another_one_has_room(
-    tmp_path: Path, gpus: tuple[str, ...], absent: tuple[str, ...], chosen: list[str | None]
+    tmp_path: Path, gpus: tuple[str, ...], absent: tuple[str, ...], chosen: list[str]
 ) -> None:
     settings = Settings(trainer=TrainerSettings(num_ranks=4, num_hosts=2), inference=InferenceSettings(num_servers=2))
     ranks = _hosts_of_ranks(settings, tmp_path, ("a", "b", "c", "d"), gpus=gpus, absent=absent)

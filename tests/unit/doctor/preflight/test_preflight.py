@@ -265,7 +265,7 @@ def test_threads_beyond_the_cores_and_files_beyond_the_limit_are_told(tmp_path: 
     crowded = Settings(run=RunSettings(directory=tmp_path), trainer=TrainerSettings(num_threads=8))
     (cores,) = check_processes(crowded, _machine())
     assert cores.level is Level.WARNING
-    (cores,) = check_processes(Settings(), _machine(num_cores=1), ("here", "there"))
+    (cores,) = check_processes(Settings(), _machine(num_cores=1), _Two())
     assert (cores.level, cores.saw) == (Level.GOOD, "1 busy threads on 1 cores, no GPU"), "the servers are there"
     many = Settings(rollout=RolloutSettings(max_trajectories_per_node=4096))
     (limits,) = check_limits(many, _machine(open_files=1024))
