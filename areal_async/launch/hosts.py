@@ -37,12 +37,13 @@ from areal_async.launch.agent import (
     Order,
     code_digest,
 )
-from areal_async.launch.backend import Process, ProcessSpec
+from areal_async.launch.backend import REMOVED, Process, ProcessSpec
 from areal_async.launch.local import LocalBackend
 from areal_async.process.children import signal_session
 from areal_async.process.host import LOOPBACK, address_towards
 from areal_async.process.parent_death import guarded
 from areal_async.process.plain_text import escaped
+from areal_async.protocol.run_state import OrderedHosts
 
 SSH_PORT = 22
 """Any would do: nothing is sent there."""
@@ -217,14 +218,34 @@ class HostsBackend:
         self._command = launch.remote_command
         self._local = LocalBackend()
         self._links: dict[str, _Link] = {}
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._keeping: dict[str, anyio.CancelScope] = {}
+        """What ends the keeping of an agent, by its host."""
+
+    def set_hosts(self, ordered: OrderedHosts) -> None:
+        """Have an agent on each host that was added, and none on those that were removed."""
+        for host in {*self.hosts[1:], *ordered.added}:
+            if host in ordered.removed:
+                if host in self._keeping:
+                    self._keeping.pop(host).cancel()
+                self.absent[host] = REMOVED
+            elif host not in self._keeping:
+                self.absent[host] = "its agent has not been started yet"
+                self._keep(host, anyio.Event())
+
+    def _keep(self, host: str, tried: anyio.Event) -> None:
+        assert self._tasks is not None
+        self._keeping[host] = anyio.CancelScope()
+        self._tasks.start_soon(self._run_host, host, tried, self._keeping[host])
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Have an agent on each host; begins once each has been tried."""
         tried = {host: anyio.Event() for host in self.absent}
         async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
             for host, event in tried.items():
-                tasks.start_soon(self._run_host, host, event)
+                self._keep(host, event)
             try:
                 with anyio.move_on_after(CONNECT_DEADLINE_S):
                     for event in tried.values():
@@ -275,21 +296,24 @@ class HostsBackend:
         lost.end(LOST_STATUS, f"host {spec.host} is gone: {self.absent[spec.host]}")
         return lost
 
-    async def _run_host(self, host: str, tried: anyio.Event) -> None:
+    async def _run_host(self, host: str, tried: anyio.Event, until: anyio.CancelScope) -> None:
         """Keep an agent on one host.
 
         consumes:     its ends
         waits for:    them
         produces:     a link, or why there is none
-        unblocked by: cancellation alone
+        unblocked by: cancellation, or the end of ``until``
         """
-        while True:
-            why = await self._run_agent(host, tried)
-            if why != self.absent.get(host):
-                log.warning("host.gone", host=host, reason=why)
-            self.absent[host] = why
-            tried.set()
-            await anyio.sleep(RETRY_S)
+        with until:
+            while True:
+                why = await self._run_agent(host, tried)
+                if why != self.absent.get(host):
+                    log.warning("host.gone", host=host, reason=why)
+                self.absent[host] = why
+                tried.set()
+                await anyio.sleep(RETRY_S)
+        if host not in self._keeping:
+            self.absent[host] = REMOVED
 
     async def _run_agent(self, host: str, tried: anyio.Event) -> str:
         """Have one agent for as long as it lives; return why it does not any more."""
@@ -309,8 +333,10 @@ class HostsBackend:
                 why = await link.run()
                 tasks.cancel_scope.cancel()
         finally:
-            self._links.pop(host, None)
-            self.absent[host] = why
+            if self._links.get(host) is link:
+                del self._links[host]
+            if host not in self._links:  # where it was added again meanwhile
+                self.absent[host] = why
             link.lose(f"host {host} is gone: {why}")
             with anyio.CancelScope(shield=True):
                 await _close(process)

@@ -140,6 +140,8 @@ class _Places:
     """Hosts that have ranks."""
     served: Sequence[str]
     """GPUs of a node beside ranks; on a host of its own it takes what there is."""
+    spare: Sequence[str]
+    """GPUs that neither takes, for servers that are added."""
     trained: Sequence[str]
     """GPUs of the ranks on the launcher's host, and beside a node."""
     has_room: bool
@@ -152,6 +154,7 @@ class _Places:
         if len(hosts) > 1 and colocate is not None:
             raise UserError(f"inference.colocate: got {colocate} with {len(hosts)} hosts, need one host; leave it out")
         is_apart = trainer.num_hosts < len(hosts)
+        spare: tuple[str, ...] = ()
         if is_apart:
             served, _ = share_gpus(gpus, num_inference=num_inference, num_trainer=0)
             _, trained = share_gpus(gpus, num_inference=0, num_trainer=trainer.ranks_per_host)
@@ -159,15 +162,19 @@ class _Places:
             served, trained = share_gpus(
                 gpus, num_inference=num_inference, num_trainer=trainer.ranks_per_host, colocates=colocate is not None
             )
+            if colocate is None:
+                spare = gpus[num_inference + trainer.ranks_per_host :]
         has_room = not gpus or num_inference + trainer.ranks_per_host <= len(gpus)
-        return cls(hosts=hosts, num_hosts=trainer.num_hosts, served=served, trained=trained, has_room=has_room)
+        return cls(
+            hosts=hosts, num_hosts=trainer.num_hosts, served=served, spare=spare, trained=trained, has_room=has_room
+        )
 
     @property
     def of_nodes(self) -> list[Place]:
         """Hosts without ranks have one each; where there is none, every host does."""
         if others := self.hosts[self.num_hosts :]:
             return [Place(host, None) for host in others]
-        return [Place(self._named(host), self.served) for host in self.hosts]
+        return [Place(self._named(host), (*self.served, *self.spare)) for host in self.hosts]
 
     def of_ranks(self, absent: Container[str]) -> list[Place]:
         """Return a place for each host that is to have ranks now: another one for what is gone, if one has room."""
@@ -210,6 +217,13 @@ def node_group(
         work_done=work_done,
         stop_deadline_s=NODE_STOP_S,
         excuse=excuse_for(directory.path, node_id),
+    )
+
+
+def node_on_host(settings: Settings, directory: RunDirectory, node_id: str, host: str) -> ProcessGroup:
+    """Return the process group of a node on one more host, where it has all GPUs."""
+    return node_group(
+        settings, directory, node_id=node_id, gpus=None, host=host, work_done=lambda: directory.checkpointed_step
     )
 
 

@@ -21,8 +21,9 @@ from areal_async.launch.blockages import run_blockages
 from areal_async.launch.heartbeat_lock import own_holder, run_beats, wait_released
 from areal_async.launch.lost import find_lost
 from areal_async.launch.membership import MembershipPublisher
+from areal_async.launch.ordered_hosts import NodesOfHosts
 from areal_async.launch.orders import run_stop_orders, take_back_stop
-from areal_async.launch.plan import plan_groups
+from areal_async.launch.plan import node_on_host, plan_groups
 from areal_async.launch.reach import refuse_loopback
 from areal_async.launch.rotation import run_rotation
 from areal_async.launch.run_directory import FirstStart, LiveError, RunDirectory
@@ -80,10 +81,7 @@ async def launch(
         await stack.enter_async_context(backend.running())
         address = await _address(settings, backend)
         host = _broker_host(settings, address, backend, notify)
-        groups = plan_groups(
-            settings, directory, gpus=visible_gpus(), hosts=backend.hosts, address=address, absent=backend.absent,
-            share=share,
-        )  # fmt: skip
+        nodes = _plan(settings, directory, backend=backend, address=address, share=share)
         bus = await stack.enter_async_context(
             _open_run(settings, directory, host=host, is_fresh=start.is_fresh, on_change=note, notify=notify)
         )
@@ -98,6 +96,7 @@ async def launch(
         await bus.put(LAUNCHER, holder)
         membership = MembershipPublisher(bus)
         read_failure = functools.partial(_failure_of, bus)
+        groups = await nodes.begin(bus)
         supervisor = RunSupervisor(groups, backend=backend, notify=notify, read_failure=read_failure, on_change=note)
         stalls = StallWatch(bus, settings.run, groups=supervisor, notify=notify)
         end: RunEnd | None = None
@@ -110,6 +109,7 @@ async def launch(
                 tasks.start_soon(membership.run_reports)
                 tasks.start_soon(run_blockages, directory.path, notify)
                 tasks.start_soon(run_rotation, directory.logs)
+                tasks.start_soon(nodes.run, bus, supervisor)
                 tasks.start_soon(functools.partial(run_stop_orders, bus, stop=supervisor.stop, notify=notify))
                 async with anyio.create_task_group() as telling:
                     with said:
@@ -129,6 +129,17 @@ async def launch(
                     await wait_for_joined_nodes(bus)
         assert end is not None  # else something was raised
         return end
+
+
+def _plan(
+    settings: Settings, directory: RunDirectory, *, backend: Backend, address: str, share: CardShare | None
+) -> NodesOfHosts:
+    """Return the process groups of a run, as ``plan_groups``, with what makes more of them on other hosts."""
+    groups = plan_groups(
+        settings, directory, gpus=visible_gpus(), hosts=backend.hosts, address=address, absent=backend.absent,
+        share=share,
+    )  # fmt: skip
+    return NodesOfHosts(groups, backend=backend, make_node=functools.partial(node_on_host, settings, directory))
 
 
 async def _publish_start(bus: Bus, settings: Settings) -> None:

@@ -84,7 +84,8 @@ def test_ranks_find_each_other_as_torchruns_would(tmp_path: Path) -> None:
     again, _ = trainer.make_specs()  # of which those of before are to hear nothing
     for name in ("MASTER_PORT", "RENDEZVOUS_ID"):
         assert again.environment[name] != first.environment[name]
-    assert node.make_specs()[0].environment == {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0"}
+    # Those that nobody has are the node's, for servers that are added.
+    assert node.make_specs()[0].environment == {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0,3"}
     assert controller.make_specs()[0].environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
@@ -164,7 +165,7 @@ def test_where_no_host_is_left_over_each_shares_its_gpus_between_its_node_and_it
     ranks = _hosts_of_ranks(settings, tmp_path, ("a", "b"), gpus=FOUR)
     assert [(host, gpus) for host, *_, gpus in ranks] == [(None, "1,2"), (None, "1,2"), ("b", "1,2"), ("b", "1,2")]
     specs = [spec for group in nodes for spec in group.make_specs()]
-    assert [(one.host, one.environment["CUDA_VISIBLE_DEVICES"]) for one in specs] == [(None, "0"), ("b", "0")]
+    assert [(one.host, one.environment["CUDA_VISIBLE_DEVICES"]) for one in specs] == [(None, "0,3"), ("b", "0,3")]
 
 
 @pytest.mark.parametrize(
