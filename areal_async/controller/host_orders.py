@@ -96,8 +96,11 @@ class HostOrders:
                 raise UserError(f"host {host}: the run has none of that name; it has {', '.join(hosts)}")
             if host in _hosts_of({"controller": crews.get("controller", CrewState(name="", state=""))}):
                 raise UserError(f"host {host}: it is the launcher's own, which stays for as long as the run")
-            if "trainer" in crews and host in crews["trainer"].hosts:
-                raise UserError(f"host {host}: it holds ranks of the trainer, which cannot do with fewer")
+            if not self._settings.trainer.elastic and "trainer" in crews and host in crews["trainer"].hosts:
+                raise UserError(
+                    f"host {host}: it holds ranks of the trainer, which does not go on with fewer; trainer.elastic "
+                    "lets it, from the next start on"
+                )
             generating = {one for name, crew in crews.items() if name.startswith("node-") for one in crew.hosts}
             if not generating - {host}:
                 raise UserError(f"host {host}: it is the last one that generates; add another first")

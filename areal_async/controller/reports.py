@@ -153,7 +153,10 @@ class Reports:
         lineage = said.get("lineage")
         if not isinstance(lineage, int) or isinstance(lineage, bool):
             return False
-        self._lineage = max(self._lineage, lineage)
+        if lineage > self._lineage:  # its ranks may be fewer, and those of before say nothing more
+            self._lineage = lineage
+            for name in [one for one in self.by_name if wait_graph.kind_of(one) == "rank"]:
+                del self.by_name[name]
         return lineage < self._lineage
 
     def summary(self) -> dict[str, str]:

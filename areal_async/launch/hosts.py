@@ -9,9 +9,10 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from itertools import count
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -143,10 +144,16 @@ class _Link:
             tasks.cancel_scope.cancel()
         return why
 
+    async def wait_idle(self) -> None:
+        """Wait until all that it had started has ended."""
+        while self._started:
+            await next(iter(self._started.values())).wait()
+
     def lose(self, why: str) -> None:
         """Take all that it had started for dead."""
         for process in (*self._started.values(), *self._answers.values()):
             process.end(LOST_STATUS, why)
+        self._started.clear()
         self._send.close()
         self._orders.close()
 
@@ -219,24 +226,38 @@ class HostsBackend:
         self._local = LocalBackend()
         self._links: dict[str, _Link] = {}
         self._tasks: anyio.abc.TaskGroup | None = None
+        self._removed: frozenset[str] = frozenset()
         self._keeping: dict[str, anyio.CancelScope] = {}
         """What ends the keeping of an agent, by its host."""
 
     def set_hosts(self, ordered: OrderedHosts) -> None:
         """Have an agent on each host that was added, and none on those that were removed."""
+        self._removed = frozenset(ordered.removed)
         for host in {*self.hosts[1:], *ordered.added}:
-            if host in ordered.removed:
-                if host in self._keeping:
-                    self._keeping.pop(host).cancel()
+            if host in self._removed:
                 self.absent[host] = REMOVED
+                if host in self._keeping:
+                    self._start_soon(self._dismiss, host)
             elif host not in self._keeping:
                 self.absent[host] = "its agent has not been started yet"
                 self._keep(host, anyio.Event())
+            elif host in self._links:
+                self.absent.pop(host, None)
+
+    async def _dismiss(self, host: str) -> None:
+        """End the agent of a host that was removed, once what runs there has ended."""
+        if (link := self._links.get(host)) is not None:
+            await link.wait_idle()
+        if host in self._removed and host in self._keeping:
+            self._keeping.pop(host).cancel()
 
     def _keep(self, host: str, tried: anyio.Event) -> None:
-        assert self._tasks is not None
         self._keeping[host] = anyio.CancelScope()
-        self._tasks.start_soon(self._run_host, host, tried, self._keeping[host])
+        self._start_soon(self._run_host, host, tried, self._keeping[host])
+
+    def _start_soon(self, function: Callable[..., Coroutine[Any, Any, None]], *arguments: object) -> None:
+        assert self._tasks is not None
+        self._tasks.start_soon(function, *arguments)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -309,11 +330,10 @@ class HostsBackend:
                 why = await self._run_agent(host, tried)
                 if why != self.absent.get(host):
                     log.warning("host.gone", host=host, reason=why)
-                self.absent[host] = why
+                if host not in self._removed:
+                    self.absent[host] = why
                 tried.set()
                 await anyio.sleep(RETRY_S)
-        if host not in self._keeping:
-            self.absent[host] = REMOVED
 
     async def _run_agent(self, host: str, tried: anyio.Event) -> str:
         """Have one agent for as long as it lives; return why it does not any more."""
@@ -335,7 +355,7 @@ class HostsBackend:
         finally:
             if self._links.get(host) is link:
                 del self._links[host]
-            if host not in self._links:  # where it was added again meanwhile
+            if host not in self._links and host not in self._removed:  # it may be there again
                 self.absent[host] = why
             link.lose(f"host {host} is gone: {why}")
             with anyio.CancelScope(shield=True):
@@ -345,7 +365,8 @@ class HostsBackend:
     async def _admit(self, host: str, link: _Link, tried: anyio.Event) -> None:
         await link.has_met.wait()
         self._links[host] = link
-        self.absent.pop(host, None)
+        if host not in self._removed:
+            self.absent.pop(host, None)
         log.info("host.joined", host=host)
         tried.set()
 

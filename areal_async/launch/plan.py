@@ -65,7 +65,11 @@ def plan_groups(
     def trainer_specs() -> list[ProcessSpec]:
         base = role_spec(directory, "trainer", "trainer", num_threads=settings.trainer.num_threads, gpus=None)
         chosen = places.of_ranks(absent)
-        return rank_specs(base, settings.trainer.num_ranks, directory=directory.logs, places=chosen, address=address)
+        num_ranks = settings.trainer.ranks_per_host * len(chosen)
+        return rank_specs(base, num_ranks, directory=directory.logs, places=chosen, address=address)
+
+    def is_other_size(running: Sequence[str]) -> bool:
+        return len(set(running)) < len(places.of_ranks(absent)) or any(host in absent for host in running)
 
     def work_done() -> int:
         return directory.checkpointed_step
@@ -79,6 +83,7 @@ def plan_groups(
             work_done=work_done,
             stop_deadline_s=TRAINER_STOP_S,
             may_finish=True,
+            is_outdated=is_other_size if settings.trainer.elastic else None,
         ),
         *(
             node_group(
@@ -144,6 +149,8 @@ class _Places:
     """GPUs that neither takes, for servers that are added."""
     trained: Sequence[str]
     """GPUs of the ranks on the launcher's host, and beside a node."""
+    is_elastic: bool
+    """Whether fewer hosts may have ranks while one is gone."""
     has_room: bool
     """Whether a host with a node has GPUs enough for ranks too."""
 
@@ -166,7 +173,13 @@ class _Places:
                 spare = gpus[num_inference + trainer.ranks_per_host :]
         has_room = not gpus or num_inference + trainer.ranks_per_host <= len(gpus)
         return cls(
-            hosts=hosts, num_hosts=trainer.num_hosts, served=served, spare=spare, trained=trained, has_room=has_room
+            hosts=hosts,
+            num_hosts=trainer.num_hosts,
+            served=served,
+            spare=spare,
+            trained=trained,
+            is_elastic=trainer.elastic,
+            has_room=has_room,
         )
 
     @property
@@ -180,7 +193,8 @@ class _Places:
         """Return a place for each host that is to have ranks now: another one for what is gone, if one has room."""
         first, others = self.hosts[: self.num_hosts], self.hosts[self.num_hosts :]
         present = [host for host in (*first, *(others if self.has_room else ())) if host not in absent]
-        chosen = [*present, *(host for host in first if host in absent)][: self.num_hosts]
+        awaited = [] if self.is_elastic else [host for host in first if host in absent]
+        chosen = [*present, *awaited][: self.num_hosts]
         return [Place(self._named(host), self._gpus_on(host)) for host in chosen]
 
     def _gpus_on(self, host: str) -> Sequence[str] | None:

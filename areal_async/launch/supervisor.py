@@ -34,6 +34,8 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
 MAX_EXCUSED = 100
 """Deaths with an excuse, without any lasting work between them, after which the next ones count."""
+OUTDATED_S = 20.0
+"""How long a group is outdated before it is asked to end: a host that comes and goes is not worth it."""
 HOST_LOOK_S = 1.0
 """From one look whether a host that is gone is back to the next."""
 FAILED_STOP_S = 10.0
@@ -73,6 +75,8 @@ class ProcessGroup:
     """Asked at each death for the amount of lasting work; when it has grown, the deaths before are forgotten."""
     excuse: Callable[[Death], str | None] | None = None
     """Asked at each death for the sentence that excuses it: then it does not count. None where nothing does."""
+    is_outdated: Callable[[Sequence[str]], bool] | None = None
+    """Asked again and again with the hosts of its processes, whether it is to be started anew with others."""
     ends_run: bool = False
     """Exiting 0 finishes the run; the others are then stopped."""
     may_finish: bool = False
@@ -91,6 +95,8 @@ class _SupervisedGroup:
     work_done: int = 0
     """Amount of lasting work at the last death."""
     is_asked_to_end: bool = False
+    is_renewed: bool = False
+    """Asked to end so that it is started anew: whatever it ends with is no death."""
     stopping: anyio.Event = field(default_factory=anyio.Event)
     """Set once it is not to be started again."""
     num_starts: int = 0
@@ -253,6 +259,10 @@ class RunSupervisor:
                 if death is not None and death.status > 0:
                     self._notify(f"while stopping, {death}")
                 break
+            if member.is_renewed:
+                member.is_renewed = False
+                self._note_change(member, "died", "started anew on other hosts")
+                continue
             if death is None and (group.ends_run or group.may_finish):
                 self._note_change(member, "finished")
                 if group.ends_run:
@@ -298,7 +308,35 @@ class RunSupervisor:
             return None
         member.hosts = [spec.host or self._backend.hosts[0] for spec in specs]
         self._note_change(member, "running", member.last_death)
-        return await run_together(specs, self._backend, on_start=member.on_start)
+        if member.group.is_outdated is None:
+            return await run_together(specs, self._backend, on_start=member.on_start)
+        async with anyio.create_task_group() as watching:
+            watching.start_soon(self._renew_when_outdated, member, member.group.is_outdated)
+            death = await run_together(specs, self._backend, on_start=member.on_start)
+            watching.cancel_scope.cancel()
+        return death
+
+    async def _renew_when_outdated(
+        self, member: _SupervisedGroup, is_outdated: Callable[[Sequence[str]], bool]
+    ) -> None:
+        """Have a group end in good order once it has been outdated for long, to be started anew.
+
+        consumes:     which hosts are there
+        waits for:    the next look
+        produces:     the end of its processes
+        unblocked by: cancellation, when they have ended
+        """
+        group = member.group
+        num_looks = 0
+        while num_looks * HOST_LOOK_S < OUTDATED_S:
+            await anyio.sleep(HOST_LOOK_S)
+            num_looks = num_looks + 1 if is_outdated(member.hosts) else 0
+        self._notify(f"{group.name} ends in good order, to go on with other hosts")
+        member.is_renewed = True
+        member.processes[0].terminate()
+        await anyio.sleep(group.stop_deadline_s)
+        for process in member.processes:
+            process.kill()
 
     async def _specs_where_there_are_hosts(self, member: _SupervisedGroup) -> Sequence[ProcessSpec]:
         """Return what is to be started, once no host of it is gone; or when a stop begins."""

@@ -313,7 +313,9 @@ def _wait_of(server: ServerState) -> str:
 
 def members_of(settings: Settings, reports: Reports, crews: Mapping[str, CrewState]) -> Iterator[Member]:
     """Yield every process that the settings, the launcher or the process itself say there is. Pure."""
-    wanted = {("controller", "0"), *(("trainer", str(rank)) for rank in range(settings.trainer.num_ranks))}
+    trainer = crews.get("crew.trainer", NO_CREW)
+    num_ranks = len(trainer.hosts) or settings.trainer.num_ranks  # fewer while a host is gone
+    wanted = {("controller", "0"), *(("trainer", str(rank)) for rank in range(num_ranks))}
     wanted |= {("node", name.removeprefix("crew.node-")) for name in crews if name.startswith("crew.node-")}
     for role, instance in sorted(wanted | reports.keys()):
         crew = crews.get(f"crew.node-{instance}" if role == "node" else f"crew.{role}", NO_CREW)

@@ -178,6 +178,43 @@ def test_a_host_is_added_and_another_removed_by_order_and_both_orders_outlive_th
         run.close()
 
 
+def test_an_elastic_run_trains_on_with_the_hosts_that_are_left_and_with_all_once_they_are_back(
+    hosts: SomeHosts, tmp_path: Path
+) -> None:
+    second = hosts.addresses[1]
+    settings = {"launch__hosts": json.dumps([second]), "trainer__replicas": 2, "trainer__elastic": True}
+    run = SpreadRun(hosts, tmp_path, workflow=unhurried(tmp_path), run__steps=300, rollout__batch_groups=2, **settings)
+
+    def num_ranks() -> list[int]:
+        return [len(run.rank_on(number)) for number in range(2)]
+
+    try:
+        run.start()
+        run.wait_for_step(1)
+        assert num_ranks() == [1, 1]
+        hosts.kill(1)
+        run.wait_until(lambda: num_ranks() == [1, 0], "the rank that is left")
+        run.wait_for_step(len(run.steps) + 2)
+        assert [name for name in run.presences() if name.startswith("trainer")] == ["trainer 0"]
+
+        hosts.revive(1)
+        run.wait_until(lambda: num_ranks() == [1, 1], "ranks on both hosts")
+        run.wait_for_step(len(run.steps) + 2)
+        assert "trainer ends in good order, to go on with other hosts" in run.output
+        assert f"host {second}: its node takes nothing more" in run.said("hosts", "remove", second)
+        run.wait_until(lambda: num_ranks() == [1, 0], "the end of the rank on the host that was removed")
+        run.wait_for_step(len(run.steps) + 2)
+        run.stop()
+    finally:
+        run.kill_everything()
+        run.close()
+
+    lineages = [Version.parse(line["weights_version"]).lineage for line in run.steps]
+    assert max(lineages) == 4, "a start each: at first, with fewer, with all, with fewer"
+    assert len({line["num_groups"] for line in run.steps}) == 1, "the batch stays as it is"
+    print(run.output, run.doctor())
+
+
 def test_ranks_on_two_hosts_have_the_gradients_of_ranks_on_one(hosts: SomeHosts, tmp_path: Path) -> None:
     batch, model = tmp_path / "batch.npz", REPOSITORY / "configs" / "models" / "tiny"
     sequences = random_rows(16, max_tokens=48, vocab_size=vocab_size(model), seed=1)

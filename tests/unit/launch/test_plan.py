@@ -188,6 +188,24 @@ def test_a_host_that_is_gone_is_left_out_where_another_one_has_room(
     assert [gpus for host, *_, gpus in ranks if host == "c"] == (["2,3"] * 2 if "c" in chosen else [])
 
 
+def test_an_elastic_trainer_begins_on_the_hosts_that_are_there_and_anew_once_they_are_others(tmp_path: Path) -> None:
+    trainer = TrainerSettings(num_ranks=8, num_hosts=4, replicas=4, elastic=True)
+    hosts, absent = ("a", "b", "c", "d"), {"b", "d"}
+    group, *_ = plan_groups(Settings(trainer=trainer), RunDirectory(tmp_path), gpus=(), hosts=hosts, absent=absent)
+
+    specs = group.make_specs()
+
+    assert [(one.host, one.environment["RANK"]) for one in specs[::2]] == [(None, "0"), ("c", "2")]
+    assert {(one.environment["WORLD_SIZE"], one.environment["LOCAL_WORLD_SIZE"]) for one in specs} == {("4", "2")}
+    assert group.is_outdated is not None
+    running = ["a", "a", "c", "c"]
+    assert not group.is_outdated(running)
+    absent.remove("b")
+    assert group.is_outdated(running), "one is back"
+    absent |= {"b", "c"}
+    assert group.is_outdated(running), "one is to have no ranks any more"
+
+
 def test_more_hosts_than_there_are_are_refused(tmp_path: Path) -> None:
     settings = Settings(trainer=TrainerSettings(num_ranks=4, num_hosts=4))
     with pytest.raises(UserError, match=r"trainer.num_hosts: got 4, need at most 2, as many as there are \(a, b\)"):
