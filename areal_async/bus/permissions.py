@@ -68,7 +68,7 @@ def permissions(role: Role, names: Names) -> Permissions:
         subscribe += [*_discovery(SERVER), f"{run}.status.{SERVER}.>"]
     match role:
         case Role.OPERATOR:
-            publish += ["$JS.API.>", "$JS.ACK.>", "$JS.FC.>", "$SRV.>", f"{run}.>", *_buckets(names)]
+            publish += ["$JS.API.>", "$JS.ACK.>", "$JS.FC.>", "$JS.SNAPSHOT.>", "$SRV.>", f"{run}.>", *_buckets(names)]
             subscribe += [f"{run}.>", *_buckets(names), "$JS.EVENT.ADVISORY.>", f"{SERVICES_INBOX}.>"]
         case Role.CONTROLLER:
             publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.outcomes]

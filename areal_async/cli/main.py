@@ -191,6 +191,16 @@ VERBS = {
         _BY,
         _REASON,
     ),
+    "bus": _verb(
+        "moving",
+        "move a stopped run from its own broker to another one, with all that it has there",
+        _value("action", "move", "copy all streams, compare them, and have the run go on there", choices=("move",)),
+        _RUN,
+        _value("--to", "URL", "of the broker, as bus.url", required=True),
+        _value("--credentials", "PATH", "as bus.credentials: a key, or the folder of all roles'", type=Path),
+        _value("--ca", "FILE", "as bus.ca: who signed the broker's certificate", type=Path),
+        _value("--replicas", "N", "as bus.replicas: copies, where it is a cluster (1)", type=int, default=1),
+    ),
     "stop": _verb("orders", "end a live run after its step, with a checkpoint to go on from", _RUN, _BY, _REASON),
     "doctor": _verb(
         "doctor",

@@ -231,7 +231,7 @@ async def visit(
                 settings = read_settings_of(directory)
                 directory.read_bus_url()  # raises where there never was a broker
                 url = await stack.enter_async_context(_broker(settings))
-                asking = _operator(settings, directory, url, connect_deadline_s, operation_deadline_s)
+                asking = operator_bus(settings, directory, url, connect_deadline_s, operation_deadline_s)
                 found = settings, await stack.enter_async_context(asking)
                 if needs_whole:
                     await find_lost(found[1], directory, settings, notify=lambda _: None)  # its next start tells
@@ -271,7 +271,9 @@ async def visit_at(settings: Settings, connect_deadline_s: float) -> AsyncIterat
     Raises:
         UserError: no broker there lets these credentials in, or it has no such run.
     """
-    async with _operator(settings, RunDirectory(settings.run_directory), settings.bus.url, connect_deadline_s) as bus:
+    async with operator_bus(
+        settings, RunDirectory(settings.run_directory), settings.bus.url, connect_deadline_s
+    ) as bus:
         runs = await list_runs(bus)
         if settings.run.name not in runs:
             raise UserError(
@@ -313,7 +315,7 @@ async def _reach(
             await anyio.sleep(POLL_S)
         else:
             with suppress(UnreachableError):
-                connecting = _operator(settings, directory, url, min(TRY_S, deadline_s), operation_deadline_s)
+                connecting = operator_bus(settings, directory, url, min(TRY_S, deadline_s), operation_deadline_s)
                 return settings, await stack.enter_async_context(connecting)
         if anyio.current_time() > ends_at_s and directory.is_live and directory.find_bus_url() == url:
             where = f"its broker at {url} does not answer" if url else "it has no broker yet"
@@ -360,7 +362,7 @@ async def _open_run(
     notify: Notify,
 ) -> AsyncIterator[Bus]:
     """Have a broker with the run's streams, its address in the run directory, and the operator's connection to it."""
-    async with _broker(settings, host, on_change) as url, _operator(settings, directory, url) as bus:
+    async with _broker(settings, host, on_change) as url, operator_bus(settings, directory, url) as bus:
         if is_fresh and settings.bus.url != EMBEDDED:  # the embedded one's store went with the directory
             await delete_run(bus)
         await find_lost(bus, directory, settings, notify=notify)
@@ -384,13 +386,14 @@ async def _broker(
         tasks.cancel_scope.cancel()
 
 
-def _operator(
+def operator_bus(
     settings: Settings,
     directory: RunDirectory,
     url: str,
     connect_deadline_s: float = CONNECT_DEADLINE_S,
     operation_deadline_s: float | None = None,
 ) -> AbstractAsyncContextManager[Bus]:
+    """Have the operator's connection to a run's broker."""
     return open_run_bus(
         settings,
         directory.path,

@@ -93,6 +93,7 @@ ACTIONS: dict[str, Action] = {
     "ask what a process does": _only(RUN.status("node"), OPERATOR),
     "look for services": _only("$SRV.PING", OPERATOR),
     "let a pushed stream go on": _only(f"$JS.FC.{RUN.outcomes_stream}.x.y", OPERATOR),
+    "take in a stream": _only(f"$JS.SNAPSHOT.RESTORE.{RUN.tickets_stream}.x", OPERATOR),
     "answer operators": _only("_INBOX_services.x", CONTROLLER, NODE, TRAINER),
     "set a key of nobody's": _only(f"{KEY}.other", OPERATOR),
     "set a key of nobody's among the nodes'": _only(f"{NODES_KEY}.other", OPERATOR),
