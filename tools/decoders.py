@@ -271,7 +271,8 @@ DECODERS: tuple[Decoder, ...] = (
             mixes=[types.Mix(start=20, weights=[3, 0, 1], counts=[12, 5, 3])],
         )
     ),
-    of_record(run_state.FleetSize(num_servers=2)),
+    of_record(run_state.FleetMembers(indices=[0, 2])),
+    of_record(run_state.OrderedHosts(added=["node4"], removed=["node2"])),
     of_record(run_state.Snapshot(sequence=7, entry_sha256="0" * 64, state=b"\x80", state_sha256="0" * 64)),
     decoder("journal's state", _journal_of, msgspec.msgpack.encode(_journal().state())),
     decoder("books' state", _books_of, msgspec.msgpack.encode(_books())),

@@ -163,7 +163,7 @@ async def _run_node(settings: Settings, url: str, node_id: str) -> None:
             workflows={WORKFLOW: scale},
         )
         services.start_soon(_run_server, node)
-        for service in (node._run_size, node._run_weights, node._run_claims, node._watchdog.run_beats):
+        for service in (node._run_members, node._run_weights, node._run_claims, node._watchdog.run_beats):
             services.start_soon(service)
         services.start_soon(run_metrics, place, pool, node._watchdog, pace, node._seldom)
         services.start_soon(run_server_services, bus, node_id, partial(server_reports, place, pool, pace))

@@ -16,7 +16,7 @@ from areal_async.bus.inspection import HeldError, copied_broker
 from areal_async.bus.jetstream import Bus, StreamState, open_bus, open_run_bus
 from areal_async.bus.log import Message
 from areal_async.bus.permissions import Role
-from areal_async.bus.server import EmbeddedBroker
+from areal_async.bus.server import EmbeddedBroker, mark_moved
 from areal_async.bus.service import (
     Report,
     Schema,
@@ -29,6 +29,7 @@ from areal_async.bus.service import (
 )
 from areal_async.bus.snapshots import JournalSnapshots, Snapshots, decode_state, entries_after, restored
 from areal_async.bus.streams import declare, take_trainer_consumer
+from areal_async.bus.transfer import MovedStream, move_streams
 
 __all__ = [
     "Bus",
@@ -39,6 +40,7 @@ __all__ = [
     "Inbox",
     "JournalSnapshots",
     "Message",
+    "MovedStream",
     "Report",
     "Role",
     "Schema",
@@ -54,6 +56,8 @@ __all__ = [
     "gather_reports",
     "hearing_reports",
     "json_object",
+    "mark_moved",
+    "move_streams",
     "open_bus",
     "open_run_bus",
     "restored",

@@ -14,6 +14,7 @@ from areal_async.protocol.subjects import (
     CHANGES,
     CHECKPOINT,
     CONTROL,
+    HOSTS,
     JOURNAL,
     LAUNCHER,
     LINEAGE,
@@ -67,11 +68,13 @@ def permissions(role: Role, names: Names) -> Permissions:
         subscribe += [*_discovery(SERVER), f"{run}.status.{SERVER}.>"]
     match role:
         case Role.OPERATOR:
-            publish += ["$JS.API.>", "$JS.ACK.>", "$JS.FC.>", "$SRV.>", f"{run}.>", *_buckets(names)]
+            publish += ["$JS.API.>", "$JS.ACK.>", "$JS.FC.>", "$JS.SNAPSHOT.>", "$SRV.>", f"{run}.>", *_buckets(names)]
             subscribe += [f"{run}.>", *_buckets(names), "$JS.EVENT.ADVISORY.>", f"{SERVICES_INBOX}.>"]
         case Role.CONTROLLER:
             publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.outcomes]
-            publish += _keys(names, ACCOUNTS, ADMITTED, CHANGES, CONTROL, RUN_STATE, "eval.>", f"{SERVERS}>")
+            publish += _keys(
+                names, ACCOUNTS, ADMITTED, CHANGES, CONTROL, HOSTS, RUN_STATE, "eval.>", "fleet.>", f"{SERVERS}>"
+            )
             publish += _consume(names.eval_stream, names.eval_controller_consumer)
             publish.append(f"$JS.API.CONSUMER.INFO.{names.eval_stream}.{names.eval_nodes_consumer}")
             publish += _read(names, names.outcomes_stream)

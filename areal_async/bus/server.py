@@ -25,6 +25,7 @@ from areal_async.bus.connection import MIN_SERVER_VERSION
 from areal_async.bus.permissions import Role
 from areal_async.config.settings import MESSAGE_BYTES, Settings
 from areal_async.errors import BusError, UserError
+from areal_async.process.atomic_folders import write_whole
 from areal_async.process.children import end_session
 from areal_async.process.file_locks import sign, try_lock
 from areal_async.process.host import LOOPBACK, check_address, free_port
@@ -41,6 +42,8 @@ PORT_TAKEN = "address already in use"
 """Among the last words of a broker whose port another process took between the look and the start."""
 STOP_DEADLINE_S = 5.0
 STALE_LOOK_S = 0.02
+MOVED_FILE = "moved"
+"""Beside a store from which the run was moved: the address of the broker that has it now."""
 HEALTH_INTERVAL_S = 1.0
 FROZEN_LOOKS = 3
 """Looks in a row at which a broker that answers is not ready, and says the same of why."""
@@ -157,6 +160,7 @@ class EmbeddedBroker:
         self._binary = await anyio.to_thread.run_sync(find_binary)
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        _refuse_moved(self._directory, self._settings.run.name)
         self._lock = _take_lock(self._directory / "lock", self._settings.run.name)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.aclose)
@@ -313,6 +317,19 @@ async def _health(port: int) -> tuple[bytes, bytes]:
         return head.split(b" ", 2)[1], said
     except (OSError, anyio.BrokenResourceError, IndexError):
         return b"", b""
+
+
+def mark_moved(run_directory: Path, url: str) -> None:
+    """Say that what lies in a run's own store was moved to another broker: no broker serves it any more."""
+    write_whole(run_directory / "bus" / MOVED_FILE, f"{url}\n".encode())
+
+
+def _refuse_moved(directory: Path, run: str) -> None:
+    if (mark := directory / MOVED_FILE).exists():
+        raise UserError(
+            f"run {run}: it was moved to {mark.read_text().strip()}, and {directory} is what it left; go on there, or "
+            f"remove {mark} to begin again from what it left"
+        )
 
 
 def _take_lock(path: Path, run: str) -> IO[str]:

@@ -116,6 +116,10 @@ class TrainerSettings(EngineSettings):
     max_restarts: int = Field(default=5, ge=0)
     """Times a crashed trainer group is started again from one checkpoint before the run ends; a newer one starts the
     count afresh."""
+    elastic: bool = False
+    """Where a host of ranks is gone and no other has room, train on with the others, each with its share of
+    ``replicas``, from the newest checkpoint on, until it is back; without it the run waits for that host. Needs
+    replicas of the model, and of the critic and the reference, that ``num_hosts`` divides."""
     critic: CriticTrainerSettings = CriticTrainerSettings()
     """The critic's own."""
     reference: ReferenceTrainerSettings = ReferenceTrainerSettings()
@@ -149,6 +153,11 @@ class TrainerSettings(EngineSettings):
                     f"{role}tensor_parallel={layout.tensor_parallel}, need its groups within one host, "
                     f"of {self.ranks_per_host} ranks; lower num_hosts or {role}tensor_parallel"
                 )
+            if self.elastic and (self.num_hosts == 1 or layout.replicas % self.num_hosts):
+                raise ValueError(
+                    f"elastic: got true with num_hosts={self.num_hosts} and {role}replicas={layout.replicas}, need "
+                    f"several hosts, and as many whole replicas for each; raise num_hosts or {role}replicas"
+                )
             if self.compile and layout.tensor_parallel > 1:
                 raise ValueError(
                     f"compile: got true with {role}tensor_parallel={layout.tensor_parallel}, need one of the two: its "
@@ -160,6 +169,20 @@ class TrainerSettings(EngineSettings):
     def stages_per_rank(self) -> int:
         """Derived: stages of a pipeline on each of its ranks."""
         return self.pipeline_stages_per_rank if self.pipeline_schedule == "interleaved" else 1
+
+    def on_hosts(self, num_hosts: int) -> "TrainerSettings":
+        """Return these settings for fewer hosts, each with as many ranks and replicas as before."""
+
+        def fewer(replicas: int | None) -> int | None:
+            return None if replicas is None else replicas * num_hosts // self.num_hosts
+
+        roles = {
+            name: one.model_copy(update={"replicas": fewer(one.replicas)})
+            for name, one in (("critic", self.critic), ("reference", self.reference))
+        }
+        num_ranks = self.ranks_per_host * num_hosts
+        size = {"num_hosts": num_hosts, "num_ranks": num_ranks, "replicas": fewer(self.replicas), "elastic": False}
+        return self.model_copy(update=size | roles)
 
     def for_role(self, role: Literal["critic", "reference"]) -> "TrainerSettings":
         """Return these settings as the engine of a role takes them."""

@@ -32,6 +32,8 @@ from areal_async.controller.curriculum import Visits
 from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.evaluation_schedule import EvaluationSchedule
 from areal_async.controller.failure_detector import FailureDetector
+from areal_async.controller.fleets import FleetOrders
+from areal_async.controller.host_orders import HostOrders
 from areal_async.controller.liveness import LivenessWatch
 from areal_async.controller.no_step_alarm import NoStepAlarm
 from areal_async.controller.reports import RunProgress, TrainersHold
@@ -99,6 +101,8 @@ class Controller:
             detector=detector or FailureDetector(),
             hold=TrainersHold(settings, silence_s=silence_after(settings.run.watchdog_s)),
         )
+        self._hosts = HostOrders(bus, settings)
+        self._fleets = FleetOrders(bus, lambda: self._liveness.present)
         self.waits_for = ""
 
     async def run(self) -> None:
@@ -300,7 +304,7 @@ class Controller:
             self._bus,
             description="admits groups and keeps the accounts",
             report=self.report,
-            endpoints=self._steering.endpoints,
+            endpoints=[*self._steering.endpoints, *self._fleets.endpoints, *self._hosts.endpoints],
         ):
             async for control in self._bus.watch_key(CONTROL, Control):
                 self._steering.see(control)

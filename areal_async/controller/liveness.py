@@ -14,7 +14,7 @@ import structlog
 from areal_async.bus import Bus
 from areal_async.config.settings import RunSettings
 from areal_async.controller.failure_detector import FailureDetector
-from areal_async.controller.reports import AwakeClock, Reports, RunProgress, TrainersHold
+from areal_async.controller.reports import AwakeClock, ProcessReport, Reports, RunProgress, TrainersHold
 from areal_async.controller.watch import explain, silence_after
 from areal_async.errors import ConflictError, WireError
 from areal_async.protocol.events import ServerFenced
@@ -67,6 +67,12 @@ class LivenessWatch:
                 if self.reports.take(role, said, now_s=self.progress.clock_s):
                     self.progress.note()
 
+    @property
+    def present(self) -> dict[str, ProcessReport]:
+        """What each process said last that is not lost, by the name that ``wait_graph`` gives it."""
+        now_s, lost_s = self.progress.clock_s, self.detector.lost_s
+        return {name: heard for name, heard in self.reports.by_name.items() if now_s - heard.heard_s <= lost_s}
+
     async def run_stalls(self) -> None:
         """Say, when nothing has moved for ``watchdog_s`` seconds, who waits for whom, and who is the culprit.
 
@@ -116,10 +122,11 @@ class LivenessWatch:
     def _has_nothing_to_finish(self) -> bool:
         """Whether what was admitted before a pause is done, as far as the roles have said."""
         # A node that is gone has left its last words behind.
+        present = self.present
         said = [
             (name.split()[0], heard.state)
             for name, heard in self.reports.by_name.items()
-            if not name.startswith("node ") or self.progress.clock_s - heard.heard_s <= self.detector.lost_s
+            if not name.startswith("node ") or name in present
         ]
         return all(state.startswith(IDLE.get(role, "")) for role, state in said)
 

@@ -16,7 +16,7 @@ import msgspec
 from areal_async.config.settings import Settings
 from areal_async.process.bell import Bell
 from areal_async.telemetry import wait_graph
-from areal_async.telemetry.reports import servers_in, waits_in
+from areal_async.telemetry.reports import FleetReport, fleet_in, servers_in, waits_in
 from areal_async.telemetry.wait_graph import ENDED, WaitReport
 
 NOT_FOR_NODES = (wait_graph.CONTROLLER, "rank")
@@ -83,6 +83,8 @@ class ProcessReport:
     """Reads what it waits for in what it said: asked of all only when nothing moves, and they speak every second."""
     servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Servers of a node by id, each with ``version`` and ``fence``."""
+    fleet: FleetReport | None = None
+    """Of a node: how many servers it may have."""
     hold: str = ""
     """Step, by the version it makes, for which the trainer holds up generation."""
     progress: tuple[Any, ...] = ()
@@ -138,6 +140,7 @@ class Reports:
             waits_for=str(said.get("waits_for") or ""),
             read_waits=partial(_waits_in, role, said),
             servers=servers_in(said),
+            fleet=fleet_in(said),
             hold=str(said.get("hold") or "") if name == wait_graph.TRAINER else "",
             progress=tuple(said.get(key) for key in PROGRESS.get(role, ())),
         )
@@ -150,7 +153,10 @@ class Reports:
         lineage = said.get("lineage")
         if not isinstance(lineage, int) or isinstance(lineage, bool):
             return False
-        self._lineage = max(self._lineage, lineage)
+        if lineage > self._lineage:  # its ranks may be fewer, and those of before say nothing more
+            self._lineage = lineage
+            for name in [one for one in self.by_name if wait_graph.kind_of(one) == "rank"]:
+                del self.by_name[name]
         return lineage < self._lineage
 
     def summary(self) -> dict[str, str]:

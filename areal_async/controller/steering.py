@@ -101,7 +101,7 @@ class RunSteering:
         Raises:
             UserError: ``by`` or ``reason`` is no text.
         """
-        by, reason = (_text(body, key) for key in ("by", "reason"))
+        by, reason = (text_in(body, key) for key in ("by", "reason"))
         while True:
             found, revision = await self._bus.get(CONTROL, Control)
             event = RunOrdered(order=name, by=by, reason=reason)
@@ -121,7 +121,7 @@ class RunSteering:
         Raises:
             UserError: it cannot change while the run goes on, or not to this.
         """
-        by, reason, named = (_text(body, key) for key in ("by", "reason", "setting"))
+        by, reason, named = (text_in(body, key) for key in ("by", "reason", "setting"))
         setting = full_name(self._settings, named)
         while True:
             found, revision = await self._bus.get(CHANGES, Changes)
@@ -143,7 +143,12 @@ class RunSteering:
         return dict(held_changes(self._settings, wanted))
 
 
-def _text(body: Report, key: str) -> str:
+def text_in(body: Report, key: str) -> str:
+    """Return a text of a request; empty where there is none.
+
+    Raises:
+        UserError: it is no text, or too long.
+    """
     value = body.get(key, "")
     if not isinstance(value, str) or len(value) > MAX_TEXT:
         raise UserError(f"{key}: got {value!r:.100}, need a text of at most {MAX_TEXT} characters")

@@ -31,6 +31,8 @@ SGLANG_KEY = "--admin-api-key"
 NAME = "--served-model-name"
 NUM_NAME_BYTES = 8
 NUM_SECRET_BYTES = 32
+MAX_SERVERS_ON_CPU = 32
+"""Where no GPU bounds how many there are."""
 DETERMINISTIC = "--enable-deterministic-inference"
 """SGLang's flag without which it takes the seed of a request and does nothing with it."""
 
@@ -77,7 +79,10 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
     is_shared = bool(gpus) and inference.colocate is not None
     if is_shared and (share := CardShare.handed_over()) is not None:
         arguments += share.flags(is_sglang=is_sglang)
-    environment = _gpu_share(gpus, first_gpu + index * inference.tensor_parallel, inference.tensor_parallel)
+    place = first_gpu + index * inference.tensor_parallel
+    if index >= inference.num_servers:  # it was added, and comes after those of frozen policies
+        place += settings.num_inference_gpus - inference.num_gpus
+    environment = _gpu_share(gpus, place, inference.tensor_parallel)
     if is_sglang:
         arguments += ["--incremental-streaming-output"]
         if inference.tensor_parallel > 1:
@@ -92,6 +97,20 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
     admin_key = _value_of(SGLANG_KEY, inference.flags) if is_sglang else secrets.token_urlsafe(NUM_SECRET_BYTES)
     environment |= {VARIABLE: admin_key} if admin_key else {}
     return ServerCommand(server_id, (*arguments, *inference.flags), environment, admin_key, name)
+
+
+def most_servers(settings: Settings) -> int:
+    """Return how many servers of the policy under training this process has GPUs for; without any, a sane bound.
+
+    GPUs that servers share with the trainer are all taken.
+    """
+    gpus, inference = visible_gpus(), settings.inference
+    if not gpus:
+        return max(inference.num_servers, MAX_SERVERS_ON_CPU)
+    if inference.colocate is not None:
+        return inference.num_servers
+    num_frozen = settings.num_inference_gpus - inference.num_gpus
+    return max(inference.num_servers, (len(gpus) - num_frozen) // inference.tensor_parallel)
 
 
 def choose_backend(inference: InferenceSettings) -> Literal["sglang", "embedded"]:

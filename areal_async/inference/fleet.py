@@ -1,12 +1,12 @@
-"""The servers of one node, as many as are wanted at the moment: they join and leave while it runs.
+"""The servers of one node, those that are wanted at the moment: they join and leave while it runs.
 
-Level-triggered: ``resize`` only says how many there are to be, and the loop closes the gap, so that sizes which follow
+Level-triggered: ``resize`` only says which there are to be, and the loop closes the gap, so that orders which follow
 each other quickly are no special case. Invariant: a server that leaves is fenced first, then its requests are ended
 there, so that they go on elsewhere from the tokens received, then its process ends; an index that comes back is the
 same server again, with the same id and the same GPUs.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 import anyio
@@ -22,9 +22,8 @@ from areal_async.inference.servers import ServerProcess
 from areal_async.inference.supervisor import ServerSupervisor
 from areal_async.inference.updates import FleetContext
 from areal_async.inference.verify import Verifier
+from areal_async.protocol.run_state import LEFT
 
-LEFT = "left"
-"""Why a server that was not wanted any more is fenced."""
 LEAVE_DEADLINE_S = 5.0
 """Time for the requests of a server that leaves to end there; those that do not are broken off."""
 ABORT_INTERVAL_S = 0.5
@@ -69,23 +68,24 @@ class Fleet:
         )
         self.target = self._around.target
         self.card = self._around.card
-        self._num_wanted = settings.inference.num_servers
+        self.wanted = frozenset(range(settings.inference.num_servers))
+        """Indices of the servers that there are to be."""
         self._members: dict[int, anyio.CancelScope] = {}
         self._changed = anyio.Event()
 
-    def resize(self, num_servers: int) -> None:
-        """Have this many servers from now on, the ones with the lowest indices."""
-        if num_servers != self._num_wanted:
-            log.info("fleet.resized", node_id=self._node_id, num_servers=num_servers, num_before=self._num_wanted)
-        self._num_wanted = num_servers
+    def resize(self, indices: Collection[int]) -> None:
+        """Have the servers with these indices from now on."""
+        if (wanted := frozenset(indices)) != self.wanted:
+            log.info("fleet.resized", node_id=self._node_id, wanted=sorted(wanted), before=sorted(self.wanted))
+        self.wanted = wanted
         self._changed.set()
 
     async def run(self) -> None:
-        """Keep as many servers as are wanted, until cancelled.
+        """Keep the servers that are wanted, until cancelled.
 
-        consumes:     the number wanted
-        waits for:    a change of it, or a server that has left
-        produces:     a supervised server for each index below it
+        consumes:     the indices wanted
+        waits for:    a change of them, or a server that has left
+        produces:     a supervised server for each of them
         unblocked by: cancellation; then the servers are stopped
 
         Raises:
@@ -94,12 +94,12 @@ class Fleet:
         async with make_client(max_connections=NUM_CONNECTIONS) as administration, anyio.create_task_group() as tasks:
             while True:
                 self._changed = anyio.Event()
-                for index in range(self._num_wanted):
+                for index in sorted(self.wanted):
                     if index not in self._members:
                         self._members[index] = anyio.CancelScope()
                         tasks.start_soon(self._run_member, index, administration)
                 for index, scope in self._members.items():
-                    if index >= self._num_wanted:
+                    if index not in self.wanted:
                         scope.cancel()
                 await self._changed.wait()
 

@@ -8,6 +8,10 @@ from types import MappingProxyType
 from typing import Protocol
 
 from areal_async.process.host import visible_gpus
+from areal_async.protocol.run_state import OrderedHosts
+
+REMOVED = "it was removed from the run"
+"""Why nothing can be started on such a host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +88,9 @@ class Backend(Protocol):
     @property
     def absent(self) -> Mapping[str, str]:
         """Those of them where nothing can be started now, each with why not."""
+
+    def set_hosts(self, ordered: OrderedHosts) -> None:
+        """Have other hosts than at the start: nothing is started on those that were removed."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Be at work, for as long as the block lasts; everything below is for within."""

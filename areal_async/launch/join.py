@@ -241,7 +241,8 @@ class _Guest:
         return self._end_of_run(end)
 
     def _supervisor(self, settings: Settings, directory: RunDirectory, bus: Bus) -> RunSupervisor:
-        gpus, _ = share_gpus(visible_gpus(), num_inference=settings.num_inference_gpus, num_trainer=0)
+        gpus = visible_gpus()
+        share_gpus(gpus, num_inference=settings.num_inference_gpus, num_trainer=0)  # refuses too few
         group = node_group(settings, directory, node_id=self._node_id, gpus=gpus)
 
         async def read_failure() -> str | None:

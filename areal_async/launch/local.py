@@ -19,6 +19,7 @@ from areal_async.process.children import signal_session
 from areal_async.process.host import LOOPBACK
 from areal_async.process.parent_death import guarded
 from areal_async.process.plain_text import escaped, read_tail
+from areal_async.protocol.run_state import OrderedHosts
 
 TAIL_BYTES = 16384
 """How far back the last sentence is looked for."""
@@ -121,6 +122,9 @@ class LocalBackend(LauncherWorks):
 
     hosts: tuple[str, ...] = (LOOPBACK,)
     absent: Mapping[str, str] = MappingProxyType({})
+
+    def set_hosts(self, ordered: OrderedHosts) -> None:
+        """Nothing is to be done for it: there is no other host."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Nothing is to be done for it."""

@@ -68,10 +68,13 @@ def plan_groups(
     def trainer_specs() -> list[ProcessSpec]:
         base = role_spec(directory, "trainer", "trainer", num_threads=settings.trainer.num_threads, gpus=None)
         chosen = places.of_ranks(absent)
+        num_ranks = settings.trainer.ranks_per_host * len(chosen)
         return rank_specs(
-            base, settings.trainer.num_ranks, directory=directory.logs, places=chosen, address=address,
-            addresses=addresses,
-        )  # fmt: skip
+            base, num_ranks, directory=directory.logs, places=chosen, address=address, addresses=addresses
+        )
+
+    def is_other_size(running: Sequence[str]) -> bool:
+        return len(set(running)) < len(places.of_ranks(absent)) or any(host in absent for host in running)
 
     def work_done() -> int:
         return directory.checkpointed_step
@@ -85,6 +88,7 @@ def plan_groups(
             work_done=work_done,
             stop_deadline_s=TRAINER_STOP_S,
             may_finish=True,
+            is_outdated=is_other_size if settings.trainer.elastic else None,
         ),
         *(
             node_group(
@@ -177,8 +181,12 @@ class _Places:
     """Hosts that have ranks."""
     served: Sequence[str]
     """GPUs of a node beside ranks; on a host of its own it takes what there is."""
+    spare: Sequence[str]
+    """GPUs that neither takes, for servers that are added."""
     trained: Sequence[str]
     """GPUs of the ranks on the launcher's host, and beside a node."""
+    is_elastic: bool
+    """Whether fewer hosts may have ranks while one is gone."""
     has_room: bool
     """Whether a host with a node has GPUs enough for ranks too."""
 
@@ -189,6 +197,7 @@ class _Places:
         if len(hosts) > 1 and colocate is not None:
             raise UserError(f"inference.colocate: got {colocate} with {len(hosts)} hosts, need one host; leave it out")
         is_apart = trainer.num_hosts < len(hosts)
+        spare: tuple[str, ...] = ()
         if is_apart:
             served, _ = share_gpus(gpus, num_inference=num_inference, num_trainer=0)
             _, trained = share_gpus(gpus, num_inference=0, num_trainer=trainer.ranks_per_host)
@@ -196,21 +205,32 @@ class _Places:
             served, trained = share_gpus(
                 gpus, num_inference=num_inference, num_trainer=trainer.ranks_per_host, colocates=colocate is not None
             )
+            if colocate is None:
+                spare = gpus[num_inference + trainer.ranks_per_host :]
         has_room = not gpus or num_inference + trainer.ranks_per_host <= len(gpus)
-        return cls(hosts=hosts, num_hosts=trainer.num_hosts, served=served, trained=trained, has_room=has_room)
+        return cls(
+            hosts=hosts,
+            num_hosts=trainer.num_hosts,
+            served=served,
+            spare=spare,
+            trained=trained,
+            is_elastic=trainer.elastic,
+            has_room=has_room,
+        )
 
     @property
     def of_nodes(self) -> list[Place]:
         """Hosts without ranks have one each; where there is none, every host does."""
         if others := self.hosts[self.num_hosts :]:
             return [Place(host, None) for host in others]
-        return [Place(host, self.served) for host in self.hosts]
+        return [Place(host, (*self.served, *self.spare)) for host in self.hosts]
 
     def of_ranks(self, absent: Container[str]) -> list[Place]:
         """Return a place for each host that is to have ranks now: another one for what is gone, if one has room."""
         first, others = self.hosts[: self.num_hosts], self.hosts[self.num_hosts :]
         present = [host for host in (*first, *(others if self.has_room else ())) if host not in absent]
-        chosen = [*present, *(host for host in first if host in absent)][: self.num_hosts]
+        awaited = [] if self.is_elastic else [host for host in first if host in absent]
+        chosen = [*present, *awaited][: self.num_hosts]
         return [Place(host, self._gpus_on(host)) for host in chosen]
 
     def _gpus_on(self, host: str) -> Sequence[str] | None:
@@ -244,6 +264,13 @@ def node_group(
         work_done=work_done,
         stop_deadline_s=NODE_STOP_S,
         excuse=excuse_for(directory.path, node_id),
+    )
+
+
+def node_on_host(settings: Settings, directory: RunDirectory, node_id: str, host: str) -> ProcessGroup:
+    """Return the process group of a node on one more host, where it has all GPUs."""
+    return node_group(
+        settings, directory, node_id=node_id, gpus=None, host=host, work_done=lambda: directory.checkpointed_step
     )
 
 

@@ -6,12 +6,13 @@ for dead; its agent ends it too. It is tried again and again.
 
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 import anyio
+import anyio.abc
 import msgspec
 import structlog
 
@@ -30,10 +31,11 @@ from areal_async.launch.agent import (
     Order,
     code_digest,
 )
-from areal_async.launch.backend import Process, ProcessSpec
+from areal_async.launch.backend import REMOVED, Process, ProcessSpec
 from areal_async.launch.local import LocalBackend
 from areal_async.process.host import LOOPBACK
 from areal_async.process.plain_text import escaped
+from areal_async.protocol.run_state import OrderedHosts
 
 LOST_STATUS = 255
 """Of a process whose host is gone."""
@@ -147,10 +149,16 @@ class Link:
             tasks.cancel_scope.cancel()
         return why
 
+    async def wait_idle(self) -> None:
+        """Wait until all that it had started has ended."""
+        while self._started:
+            await next(iter(self._started.values())).wait()
+
     def lose(self, why: str) -> None:
         """Take all that it had started for dead."""
         for process in (*self._started.values(), *self._answers.values()):
             process.end(LOST_STATUS, why)
+        self._started.clear()
         self._send.close()
         self._orders.close()
 
@@ -208,6 +216,39 @@ class AgentsBackend:
         self.absent = dict.fromkeys(names, "its agent has not been started yet")
         self._local = LocalBackend()
         self._links: dict[str, Link] = {}
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._removed: frozenset[str] = frozenset()
+        self._keeping: dict[str, anyio.CancelScope] = {}
+        """What ends the keeping of an agent, by its host."""
+
+    def set_hosts(self, ordered: OrderedHosts) -> None:
+        """Have an agent on each host that was added, and none on those that were removed."""
+        self._removed = frozenset(ordered.removed)
+        for host in {*self.hosts[1:], *ordered.added}:
+            if host in self._removed:
+                self.absent[host] = REMOVED
+                if host in self._keeping:
+                    self._start_soon(self._dismiss, host)
+            elif host not in self._keeping:
+                self.absent[host] = "its agent has not been started yet"
+                self._keep(host, anyio.Event())
+            elif host in self._links:
+                self.absent.pop(host, None)
+
+    async def _dismiss(self, host: str) -> None:
+        """End the agent of a host that was removed, once what runs there has ended."""
+        if (link := self._links.get(host)) is not None:
+            await link.wait_idle()
+        if host in self._removed and host in self._keeping:
+            self._keeping.pop(host).cancel()
+
+    def _keep(self, host: str, tried: anyio.Event) -> None:
+        self._keeping[host] = anyio.CancelScope()
+        self._start_soon(self._run_host, host, tried, self._keeping[host])
+
+    def _start_soon(self, function: Callable[..., Coroutine[Any, Any, None]], *arguments: object) -> None:
+        assert self._tasks is not None
+        self._tasks.start_soon(function, *arguments)
 
     def way_to(self, host: str) -> AbstractAsyncContextManager[Way]:
         """Start an agent on a host, and end it with the block.
@@ -222,8 +263,9 @@ class AgentsBackend:
         """Have an agent on each host; begins once each has been tried."""
         tried = {host: anyio.Event() for host in self.absent}
         async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
             for host, event in tried.items():
-                tasks.start_soon(self._run_host, host, event)
+                self._keep(host, event)
             try:
                 with anyio.move_on_after(CONNECT_DEADLINE_S):
                     for event in tried.values():
@@ -259,21 +301,23 @@ class AgentsBackend:
         lost.end(LOST_STATUS, f"host {spec.host} is gone: {self.absent[spec.host]}")
         return lost
 
-    async def _run_host(self, host: str, tried: anyio.Event) -> None:
+    async def _run_host(self, host: str, tried: anyio.Event, until: anyio.CancelScope) -> None:
         """Keep an agent on one host.
 
         consumes:     its ends
         waits for:    them
         produces:     a link, or why there is none
-        unblocked by: cancellation alone
+        unblocked by: cancellation, or the end of ``until``
         """
-        while True:
-            why = await self._run_agent(host, tried)
-            if why != self.absent.get(host):
-                log.warning("host.gone", host=host, reason=why)
-            self.absent[host] = why
-            tried.set()
-            await anyio.sleep(RETRY_S)
+        with until:
+            while True:
+                why = await self._run_agent(host, tried)
+                if why != self.absent.get(host):
+                    log.warning("host.gone", host=host, reason=why)
+                if host not in self._removed:
+                    self.absent[host] = why
+                tried.set()
+                await anyio.sleep(RETRY_S)
 
     async def _run_agent(self, host: str, tried: anyio.Event) -> str:
         """Have one agent for as long as it lives; return why it does not any more."""
@@ -288,8 +332,10 @@ class AgentsBackend:
                         why = await link.run()
                         tasks.cancel_scope.cancel()
                 finally:
-                    self._links.pop(host, None)
-                    self.absent[host] = why
+                    if self._links.get(host) is link:
+                        del self._links[host]
+                    if host not in self._links and host not in self._removed:  # it may be there again
+                        self.absent[host] = why
                     link.lose(f"host {host} is gone: {why}")
         except AgentLostError as exc:
             return str(exc)
@@ -298,6 +344,7 @@ class AgentsBackend:
     async def _admit(self, host: str, link: Link, tried: anyio.Event) -> None:
         await link.has_met.wait()
         self._links[host] = link
-        self.absent.pop(host, None)
+        if host not in self._removed:
+            self.absent.pop(host, None)
         log.info("host.joined", host=host)
         tried.set()

@@ -21,8 +21,9 @@ from areal_async.launch.blockages import run_blockages
 from areal_async.launch.heartbeat_lock import own_holder, run_beats, wait_released
 from areal_async.launch.lost import find_lost
 from areal_async.launch.membership import MembershipPublisher
+from areal_async.launch.ordered_hosts import NodesOfHosts
 from areal_async.launch.orders import run_stop_orders, take_back_stop
-from areal_async.launch.plan import plan_groups
+from areal_async.launch.plan import node_on_host, plan_groups
 from areal_async.launch.reach import refuse_loopback
 from areal_async.launch.rotation import run_rotation
 from areal_async.launch.run_directory import FirstStart, LiveError, RunDirectory
@@ -80,10 +81,7 @@ async def launch(
         await stack.enter_async_context(backend.running())
         address = await _address(settings, backend)
         host = _broker_host(settings, address, backend, notify)
-        groups = plan_groups(
-            settings, directory, gpus=backend.gpus, hosts=backend.workers, address=address,
-            addresses=backend.addresses, absent=backend.absent, share=share,
-        )  # fmt: skip
+        nodes = _plan(settings, directory, backend=backend, address=address, share=share)
         bus = await stack.enter_async_context(
             _open_run(settings, directory, host=host, is_fresh=start.is_fresh, on_change=note, notify=notify)
         )
@@ -98,6 +96,7 @@ async def launch(
         await bus.put(LAUNCHER, holder)
         membership = MembershipPublisher(bus)
         read_failure = functools.partial(_failure_of, bus)
+        groups = await nodes.begin(bus)
         supervisor = RunSupervisor(groups, backend=backend, notify=notify, read_failure=read_failure, on_change=note)
         stalls = StallWatch(bus, settings.run, groups=supervisor, notify=notify)
         end: RunEnd | None = None
@@ -110,6 +109,7 @@ async def launch(
                 tasks.start_soon(membership.run_reports)
                 tasks.start_soon(run_blockages, directory.path, notify)
                 tasks.start_soon(run_rotation, directory.logs)
+                tasks.start_soon(nodes.run, bus, supervisor)
                 tasks.start_soon(functools.partial(run_stop_orders, bus, stop=supervisor.stop, notify=notify))
                 async with anyio.create_task_group() as telling:
                     with said:
@@ -129,6 +129,17 @@ async def launch(
                     await wait_for_joined_nodes(bus)
         assert end is not None  # else something was raised
         return end
+
+
+def _plan(
+    settings: Settings, directory: RunDirectory, *, backend: Backend, address: str, share: CardShare | None
+) -> NodesOfHosts:
+    """Return the process groups of a run, as ``plan_groups``, with what makes more of them on other hosts."""
+    groups = plan_groups(
+        settings, directory, gpus=backend.gpus, hosts=backend.workers, address=address,
+        addresses=backend.addresses, absent=backend.absent, share=share,
+    )  # fmt: skip
+    return NodesOfHosts(groups, backend=backend, make_node=functools.partial(node_on_host, settings, directory))
 
 
 async def _publish_start(bus: Bus, settings: Settings) -> None:
@@ -220,7 +231,7 @@ async def visit(
                 settings = read_settings_of(directory)
                 directory.read_bus_url()  # raises where there never was a broker
                 url = await stack.enter_async_context(_broker(settings))
-                asking = _operator(settings, directory, url, connect_deadline_s, operation_deadline_s)
+                asking = operator_bus(settings, directory, url, connect_deadline_s, operation_deadline_s)
                 found = settings, await stack.enter_async_context(asking)
                 if needs_whole:
                     await find_lost(found[1], directory, settings, notify=lambda _: None)  # its next start tells
@@ -260,7 +271,9 @@ async def visit_at(settings: Settings, connect_deadline_s: float) -> AsyncIterat
     Raises:
         UserError: no broker there lets these credentials in, or it has no such run.
     """
-    async with _operator(settings, RunDirectory(settings.run_directory), settings.bus.url, connect_deadline_s) as bus:
+    async with operator_bus(
+        settings, RunDirectory(settings.run_directory), settings.bus.url, connect_deadline_s
+    ) as bus:
         runs = await list_runs(bus)
         if settings.run.name not in runs:
             raise UserError(
@@ -302,7 +315,7 @@ async def _reach(
             await anyio.sleep(POLL_S)
         else:
             with suppress(UnreachableError):
-                connecting = _operator(settings, directory, url, min(TRY_S, deadline_s), operation_deadline_s)
+                connecting = operator_bus(settings, directory, url, min(TRY_S, deadline_s), operation_deadline_s)
                 return settings, await stack.enter_async_context(connecting)
         if anyio.current_time() > ends_at_s and directory.is_live and directory.find_bus_url() == url:
             where = f"its broker at {url} does not answer" if url else "it has no broker yet"
@@ -349,7 +362,7 @@ async def _open_run(
     notify: Notify,
 ) -> AsyncIterator[Bus]:
     """Have a broker with the run's streams, its address in the run directory, and the operator's connection to it."""
-    async with _broker(settings, host, on_change) as url, _operator(settings, directory, url) as bus:
+    async with _broker(settings, host, on_change) as url, operator_bus(settings, directory, url) as bus:
         if is_fresh and settings.bus.url != EMBEDDED:  # the embedded one's store went with the directory
             await delete_run(bus)
         await find_lost(bus, directory, settings, notify=notify)
@@ -373,13 +386,14 @@ async def _broker(
         tasks.cancel_scope.cancel()
 
 
-def _operator(
+def operator_bus(
     settings: Settings,
     directory: RunDirectory,
     url: str,
     connect_deadline_s: float = CONNECT_DEADLINE_S,
     operation_deadline_s: float | None = None,
 ) -> AbstractAsyncContextManager[Bus]:
+    """Have the operator's connection to a run's broker."""
     return open_run_bus(
         settings,
         directory.path,

@@ -23,11 +23,12 @@ import anyio.abc
 import anyio.to_thread
 
 from areal_async.errors import PipelineError, UserError
-from areal_async.launch.backend import LauncherWorks, ProcessSpec
+from areal_async.launch.backend import REMOVED, LauncherWorks, ProcessSpec
 from areal_async.launch.local import MAX_ASKED, ChildProcess, start_child
 from areal_async.process import stacks
 from areal_async.process.host import LOOPBACK
 from areal_async.process.parent_death import guarded
+from areal_async.protocol.run_state import OrderedHosts
 
 PROGRAMS = ("srun", "scancel", "scontrol", "sinfo")
 SIGNALLED = 128
@@ -163,6 +164,14 @@ class SlurmBackend(LauncherWorks):
         names = _answer(ask).split()
         self.hosts = (self._host, *(name for name in names if name != self._host))
         self.absent: dict[str, str] = {}
+        self._removed: dict[str, str] = {}
+
+    def set_hosts(self, ordered: OrderedHosts) -> None:
+        """Start nothing on those that were removed; there are no others than the job's."""
+        for host in self._removed:
+            self.absent.pop(host, None)
+        self._removed = dict.fromkeys(ordered.removed, REMOVED)
+        self.absent.update(self._removed)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -186,7 +195,7 @@ class SlurmBackend(LauncherWorks):
             with suppress(UserError):  # the controller does not answer for a while
                 gone = absent_in(await anyio.to_thread.run_sync(_answer, ask, abandon_on_cancel=True))
                 self.absent.clear()
-                self.absent.update(gone)
+                self.absent.update(gone | self._removed)
             await anyio.sleep(LOOK_S)
 
     async def address(self) -> str:

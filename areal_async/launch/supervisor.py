@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import anyio
+import anyio.abc
 import structlog
 
 from areal_async.errors import PipelineError, UserError
@@ -33,6 +34,8 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
 MAX_EXCUSED = 100
 """Deaths with an excuse, without any lasting work between them, after which the next ones count."""
+OUTDATED_S = 20.0
+"""How long a group is outdated before it is asked to end: a host that comes and goes is not worth it."""
 HOST_LOOK_S = 1.0
 """From one look whether a host that is gone is back to the next."""
 FAILED_STOP_S = 10.0
@@ -72,6 +75,8 @@ class ProcessGroup:
     """Asked at each death for the amount of lasting work; when it has grown, the deaths before are forgotten."""
     excuse: Callable[[Death], str | None] | None = None
     """Asked at each death for the sentence that excuses it: then it does not count. None where nothing does."""
+    is_outdated: Callable[[Sequence[str]], bool] | None = None
+    """Asked again and again with the hosts of its processes, whether it is to be started anew with others."""
     ends_run: bool = False
     """Exiting 0 finishes the run; the others are then stopped."""
     may_finish: bool = False
@@ -90,7 +95,13 @@ class _SupervisedGroup:
     work_done: int = 0
     """Amount of lasting work at the last death."""
     is_asked_to_end: bool = False
+    is_renewed: bool = False
+    """Asked to end so that it is started anew: whatever it ends with is no death."""
+    stopping: anyio.Event = field(default_factory=anyio.Event)
+    """Set once it is not to be started again."""
     num_starts: int = 0
+    hosts: list[str] = field(default_factory=list)
+    """Of each of its processes."""
     last_death: str = ""
 
     def on_start(self, process: Process) -> None:
@@ -158,6 +169,7 @@ class RunSupervisor:
         self._stopping = anyio.Event()
         self._is_asked_to_stop = anyio.Event()
         self._over = anyio.Event()
+        self._tasks: anyio.abc.TaskGroup | None = None
         self._end: RunEnd | None = None
 
     async def run(self) -> RunEnd:
@@ -176,6 +188,7 @@ class RunSupervisor:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._stop_at_signals)
                 tasks.start_soon(self._stop_when_asked)
+                self._tasks = tasks
                 for member in self._members:
                     tasks.start_soon(self._run_member, member)
                 await self._over.wait()
@@ -205,6 +218,22 @@ class RunSupervisor:
                 for process in member.processes:
                     process.kill()
 
+    def add(self, group: ProcessGroup) -> None:
+        """Keep one more group alive, which is stopped just before the last one; one that is there already stays."""
+        if self._stopping.is_set() or any(member.group.name == group.name for member in self._members):
+            return
+        member = _SupervisedGroup(group)
+        self._members.insert(len(self._members) - 1, member)
+        if self._tasks is not None:
+            self._tasks.start_soon(self._run_member, member)
+
+    async def remove(self, name: str) -> None:
+        """Stop a group as at the end of the run, and forget it; one that is not there is no error."""
+        for member in [one for one in self._members if one.group.name == name]:
+            await self._stop_member(member)
+            if member in self._members:
+                self._members.remove(member)
+
     def stop(self) -> None:
         """Stop the run as the first signal does."""
         self._is_asked_to_stop.set()
@@ -224,12 +253,16 @@ class RunSupervisor:
         unblocked by: the processes themselves; the pause between restarts also by a stop
         """
         group = member.group
-        while not self._stopping.is_set():
+        while not member.stopping.is_set():
             death = await self._run_once(member)
-            if self._stopping.is_set():
+            if member.stopping.is_set():
                 if death is not None and death.status > 0:
                     self._notify(f"while stopping, {death}")
                 break
+            if member.is_renewed:
+                member.is_renewed = False
+                self._note_change(member, "died", "started anew on other hosts")
+                continue
             if death is None and (group.ends_run or group.may_finish):
                 self._note_change(member, "finished")
                 if group.ends_run:
@@ -238,7 +271,7 @@ class RunSupervisor:
                     self._finish(RunEnd.FINISHED)
                 break
             await self._judge(member, death or Death(group.name, 0, "nobody asked it to end"))
-        if self._stopping.is_set():
+        if member.stopping.is_set():
             self._note_change(member, "stopped")
         member.ended.set()
 
@@ -265,16 +298,45 @@ class RunSupervisor:
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (len(member.deaths) - 1))
         self._notify(f"{death}; starting {group.name} again (restart {len(member.deaths)} of {group.max_restarts})")
         with anyio.move_on_after(pause_s):
-            await self._stopping.wait()
+            await member.stopping.wait()
 
     async def _run_once(self, member: _SupervisedGroup) -> Death | None:
         member.processes = []
         member.num_starts += 1
         specs = await self._specs_where_there_are_hosts(member)
-        if self._stopping.is_set():
+        if member.stopping.is_set():
             return None
+        member.hosts = [spec.host or self._backend.hosts[0] for spec in specs]
         self._note_change(member, "running", member.last_death)
-        return await run_together(specs, self._backend, on_start=member.on_start)
+        if member.group.is_outdated is None:
+            return await run_together(specs, self._backend, on_start=member.on_start)
+        async with anyio.create_task_group() as watching:
+            watching.start_soon(self._renew_when_outdated, member, member.group.is_outdated)
+            death = await run_together(specs, self._backend, on_start=member.on_start)
+            watching.cancel_scope.cancel()
+        return death
+
+    async def _renew_when_outdated(
+        self, member: _SupervisedGroup, is_outdated: Callable[[Sequence[str]], bool]
+    ) -> None:
+        """Have a group end in good order once it has been outdated for long, to be started anew.
+
+        consumes:     which hosts are there
+        waits for:    the next look
+        produces:     the end of its processes
+        unblocked by: cancellation, when they have ended
+        """
+        group = member.group
+        num_looks = 0
+        while num_looks * HOST_LOOK_S < OUTDATED_S:
+            await anyio.sleep(HOST_LOOK_S)
+            num_looks = num_looks + 1 if is_outdated(member.hosts) else 0
+        self._notify(f"{group.name} ends in good order, to go on with other hosts")
+        member.is_renewed = True
+        member.processes[0].terminate()
+        await anyio.sleep(group.stop_deadline_s)
+        for process in member.processes:
+            process.kill()
 
     async def _specs_where_there_are_hosts(self, member: _SupervisedGroup) -> Sequence[ProcessSpec]:
         """Return what is to be started, once no host of it is gone; or when a stop begins."""
@@ -282,7 +344,7 @@ class RunSupervisor:
         while True:
             specs = member.group.make_specs()
             gone = [spec.host for spec in specs if spec.host is not None and spec.host in self._backend.absent]
-            if not gone or self._stopping.is_set():
+            if not gone or member.stopping.is_set():
                 return specs
             host = gone[0]
             sentence = f"{member.group.name} waits for host {host}: {self._backend.absent[host]}"
@@ -291,13 +353,13 @@ class RunSupervisor:
                 self._notify(sentence)
                 self._note_change(member, "waiting", sentence)
             with anyio.move_on_after(HOST_LOOK_S):
-                await self._stopping.wait()
+                await member.stopping.wait()
 
     def _note_change(self, member: _SupervisedGroup, state: str, reason: str = "") -> None:
         if state == "died":
             member.last_death = reason
-        name, num_starts = member.group.name, member.num_starts
-        self._on_change(CrewState(name=name, state=state, num_starts=num_starts, reason=reason, at=now()))
+        name, num_starts, hosts = member.group.name, member.num_starts, member.hosts
+        self._on_change(CrewState(name=name, state=state, num_starts=num_starts, hosts=hosts, reason=reason, at=now()))
 
     # The end
 
@@ -334,12 +396,15 @@ class RunSupervisor:
 
     async def _stop_others(self, spared: _SupervisedGroup | None) -> None:
         self._stopping.set()
-        for member in self._members:
+        for member in self._members:  # none is started again while those before it end
+            member.stopping.set()
+        for member in list(self._members):
             if member is not spared:
                 await self._stop_member(member)
 
     async def _stop_member(self, member: _SupervisedGroup) -> None:
         """Ask a group to end, and kill it when it does not."""
+        member.stopping.set()
         member.ask_to_end()
         with anyio.move_on_after(member.group.stop_deadline_s):
             await member.ended.wait()

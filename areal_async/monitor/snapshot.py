@@ -25,7 +25,7 @@ from areal_async.monitor.register import read_register
 from areal_async.monitor.token_text import visible
 from areal_async.monitor.view import number
 from areal_async.process.json_lines import decode_object, read_last_json_line
-from areal_async.protocol.run_state import Changes, Control, CrewState, RunState, ServerState
+from areal_async.protocol.run_state import LEFT, Changes, Control, CrewState, RunState, ServerState
 from areal_async.protocol.subjects import CHANGES, CONTROL, RUN_STATE
 from areal_async.protocol.types import Record, Version, WeightsVersion
 from areal_async.telemetry.reports import servers_in
@@ -205,7 +205,7 @@ async def read_snapshot(
     state = state_of(run_state, control, members, is_live=is_live)
     if settings.bus.url == EMBEDDED or "crew.broker" in known:
         members = [broker_of(known.get("crew.broker", NO_CREW), is_live=state not in OVER), *members]
-    listed = [server_of(server, reports) for _, (server, _) in sorted(servers.items())]
+    listed = [server_of(one, reports) for _, (one, _) in sorted(servers.items()) if one.reason != LEFT]
     return Status(
         run=settings.run.name,
         state=state,
@@ -313,7 +313,9 @@ def _wait_of(server: ServerState) -> str:
 
 def members_of(settings: Settings, reports: Reports, crews: Mapping[str, CrewState]) -> Iterator[Member]:
     """Yield every process that the settings, the launcher or the process itself say there is. Pure."""
-    wanted = {("controller", "0"), *(("trainer", str(rank)) for rank in range(settings.trainer.num_ranks))}
+    trainer = crews.get("crew.trainer", NO_CREW)
+    num_ranks = len(trainer.hosts) or settings.trainer.num_ranks  # fewer while a host is gone
+    wanted = {("controller", "0"), *(("trainer", str(rank)) for rank in range(num_ranks))}
     wanted |= {("node", name.removeprefix("crew.node-")) for name in crews if name.startswith("crew.node-")}
     for role, instance in sorted(wanted | reports.keys()):
         crew = crews.get(f"crew.node-{instance}" if role == "node" else f"crew.{role}", NO_CREW)

@@ -66,7 +66,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_EXACT)]
 NumAttempts = Annotated[int, Meta(ge=0, le=10**9 - 1)]
 """Number of attempts at one prompt: a group's id has nine digits for it."""
 GroupSize = Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
-NumServers = Annotated[int, Meta(ge=0, le=MAX_SERVERS)]
+ServerIndex = Annotated[int, Meta(ge=0, lt=MAX_SERVERS)]
 NumServerRanks = Annotated[int, Meta(ge=1, le=MAX_SERVER_RANKS)]
 IncarnationText = Annotated[str, Meta(max_length=64)]
 """A process's id: a broadcast is announced with those of all servers in one message."""

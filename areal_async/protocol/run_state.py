@@ -8,8 +8,8 @@ from areal_async.protocol.fields import (
     Count,
     IncarnationText,
     NumServerRanks,
-    NumServers,
     OptionalVersionText,
+    ServerIndex,
     TokenText,
     VersionText,
 )
@@ -38,6 +38,8 @@ class CrewState(Record, frozen=True, kw_only=True):
     """``running``, ``died`` (it will be started again), ``waiting`` (for a host), ``stopped`` or ``finished``."""
     reason: str = ""
     """Why it died the last time, or waits."""
+    hosts: list[str] = []
+    """Of each of its processes, in their order; a run's own host among them by the name that its launcher gives it."""
     num_starts: Count = 0
     at: str = ""
     """Time of the last change, in UTC as ISO 8601."""
@@ -100,6 +102,8 @@ class RunState(Record, frozen=True, kw_only=True):
     reason: str = ""
 
 
+LEFT = "left"
+"""Why a server is fenced that is not wanted any more: nobody misses it."""
 DISOWNED = "its node is gone"
 """Why a server is fenced whose node has not been heard for too long: the controller writes it, in the node's stead."""
 
@@ -153,11 +157,26 @@ class CardHold(Record, frozen=True, kw_only=True):
     """Number of times that this hold was written before."""
 
 
-class FleetSize(Record, frozen=True, kw_only=True):
-    """KV ``fleet.<node>``: how many servers the operator wants a node to have from now on."""
+class FleetMembers(Record, frozen=True, kw_only=True):
+    """KV ``fleet.<node>``: which servers operators want a node to have from now on; without it, those of its settings.
 
-    num_servers: NumServers | None = None
-    """``None``, like no such key at all, for as many as the settings say."""
+    The controller writes it, on their order.
+    """
+
+    indices: list[ServerIndex]
+    """What follows the node in their ids."""
+
+
+class OrderedHosts(Record, frozen=True, kw_only=True):
+    """KV ``hosts``: how the hosts that operators want differ from those that the launcher was started with.
+
+    The controller writes it, on their order.
+    """
+
+    added: list[str] = []
+    """In the order in which they came, which their nodes' ids go by: none is ever taken from here."""
+    removed: list[str] = []
+    """Those of all of them that are to have no process any more."""
 
 
 class Snapshot(Record, frozen=True, kw_only=True):

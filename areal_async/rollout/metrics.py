@@ -9,6 +9,7 @@ import anyio
 import msgspec
 
 from areal_async.bus import serving
+from areal_async.inference.commands import most_servers
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.seldom import Seldom
@@ -102,6 +103,10 @@ def node_report(node: NodeContext, pool: ServerPool, watchdog: LoopWatchdog, pac
         "loop_lag_p99_s": round(watchdog.lag.p99_s, 4),
         "loop_lag_max_s": round(watchdog.lag.max_s, 4),
         "servers": server_reports(node, pool, pace),
+        "fleet": {
+            "num_servers": node.settings.inference.num_servers,
+            "most_servers": most_servers(node.settings),
+        },
     }
 
 

@@ -18,10 +18,10 @@ from areal_async.bus import Bus
 from areal_async.config.settings import Settings
 from areal_async.errors import ConflictError, StreamFullError
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.fleet import LEFT, Fleet
+from areal_async.inference.fleet import Fleet
 from areal_async.inference.pool import ServerHandle
 from areal_async.process.gc_pauses import spare_pauses
-from areal_async.protocol.run_state import CardHold, FleetSize, ServerState
+from areal_async.protocol.run_state import LEFT, CardHold, FleetMembers, ServerState
 from areal_async.protocol.subjects import CARD
 from areal_async.protocol.types import WeightsVersion
 from areal_async.protocol.wire import MAX_REASON_CHARACTERS
@@ -112,10 +112,13 @@ class _Node:
         if settings.inference.colocate == "release":
             self._fleet.card.look = self._look_at_card
             self._fleet.card.hear(await self._look_at_card())
+        ordered, _ = await self._bus.get(self._bus.names.fleet_key(self._node_id), FleetMembers)
+        if ordered is not None:  # before any server is started that was removed
+            self._fleet.resize(ordered.indices)
         max_streams = 2 * settings.rollout.max_trajectories_per_node + MAX_EVALUATIONS + SPARE_STREAMS
         try:
             async with anyio.create_task_group() as services:
-                for service in (self._fleet.run, self._run_size, self._run_weights, self._run_claims):
+                for service in (self._fleet.run, self._run_members, self._run_weights, self._run_claims):
                     services.start_soon(service)
                 if self._fleet.card.look is not None:
                     services.start_soon(self._fleet.card.run_lease)
@@ -204,15 +207,11 @@ class _Node:
     async def _look_at_card(self) -> CardHold | None:
         return (await self._bus.get(CARD, CardHold))[0]
 
-    async def _run_size(self) -> None:
-        """Follow the number of servers that the operator wants."""
+    async def _run_members(self) -> None:
+        """Follow which servers operators want."""
         key = self._bus.names.fleet_key(self._node_id)
-        async for size in self._bus.watch_key(key, FleetSize, poll_s=POLL_S):
-            wanted = self._settings.inference.num_servers if size.num_servers is None else size.num_servers
-            if wanted < 0:
-                log.warning("fleet.size_ignored", node_id=self._node_id, num_servers=wanted)
-            else:
-                self._fleet.resize(wanted)
+        async for members in self._bus.watch_key(key, FleetMembers, poll_s=POLL_S):
+            self._fleet.resize(members.indices)
 
     async def _run_claims(self) -> None:
         """Keep what is said of this node's servers true: others wait for them.

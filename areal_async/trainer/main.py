@@ -25,7 +25,7 @@ from areal_async.trainer.batch.reader import JournalReader
 from areal_async.trainer.card_turns import CardTurns
 from areal_async.trainer.engine.checkpoint import CheckpointWriter
 from areal_async.trainer.engine.engines import Engines, EngineThreads
-from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks, ranks_started
 from areal_async.trainer.engine.threads import BackgroundJob
 from areal_async.trainer.health import Health
 from areal_async.trainer.loop import Trainer
@@ -58,6 +58,7 @@ class _Begin(msgspec.Struct):
 
 def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     """Train as one rank until the run's last step, a stop, or an error."""
+    settings = _as_started(settings)
     deadline_s = RANK_DEADLINE_S + 2 * settings.inference.transfer_deadline_s
     if settings.inference.colocate == "release":
         deadline_s += settings.inference.start_bound_s  # rank 0 may wait for servers that share its GPU
@@ -86,6 +87,15 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
         )
         with recording(settings, run_directory, role="trainer", instance=str(ranks.rank)):
             anyio.run(main, backend_options={"use_uvloop": True})
+
+
+def _as_started(settings: Settings) -> Settings:
+    """Return the settings for as many ranks as were started: where a host is gone, perhaps fewer than they say."""
+    trainer = settings.trainer
+    num_hosts = ranks_started() // trainer.ranks_per_host
+    if not trainer.elastic or num_hosts == trainer.num_hosts:
+        return settings
+    return settings.model_copy(update={"trainer": trainer.on_hosts(num_hosts)})
 
 
 async def _run_rank(

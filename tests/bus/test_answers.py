@@ -132,6 +132,7 @@ async def _is_answered(bus: Bus, subject: str, payload: bytes) -> bool:
 HEARD = [
     (Role.OPERATOR, Role.NODE, KEYS + LAUNCHER),
     (Role.OPERATOR, Role.NODE, KEYS + RUN.fleet_key("n0")),
+    (Role.CONTROLLER, Role.NODE, KEYS + RUN.fleet_key("n0")),
     (Role.OPERATOR, Role.NODE, KEYS + CONTROL),
     (Role.CONTROLLER, Role.NODE, KEYS + CONTROL),
     (Role.CONTROLLER, Role.NODE, KEYS + CHANGES),

@@ -28,10 +28,9 @@ from areal_async.config.settings import (
     TaskSettings,
 )
 from areal_async.errors import UserError
-from areal_async.inference.fleet import LEFT
 from areal_async.inference.pool import ServerPool
 from areal_async.protocol import wire
-from areal_async.protocol.run_state import DISOWNED, Change, Changes, FleetSize, ServerState
+from areal_async.protocol.run_state import DISOWNED, LEFT, Change, Changes, FleetMembers, ServerState
 from areal_async.protocol.subjects import CHANGES
 from areal_async.protocol.types import (
     EvalResult,
@@ -657,12 +656,12 @@ async def test_servers_join_and_leave_as_the_operator_says(run: Run) -> None:
 
     async with run.running_node() as draining:
         first = await run.server(lambda state: not state.fenced)
-        await run.operator.put(key, FleetSize(num_servers=2))
+        await run.operator.put(key, FleetMembers(indices=[0, 1]))
         joined = await run.server(lambda state: not state.fenced, "n0-1")
-        await run.operator.put(key, FleetSize(num_servers=-1))
-        await run.operator.put(key, FleetSize())
+        await run.operator.put(key, FleetMembers(indices=[-1]))
+        await run.operator.put(key, FleetMembers(indices=[0]))
         left = await run.server(lambda state: state.reason == "left", "n0-1")
-        await run.operator.put(key, FleetSize(num_servers=2))
+        await run.operator.put(key, FleetMembers(indices=[0, 1]))
         again = await run.server(lambda state: not state.fenced, "n0-1")
         assert await run.server(lambda state: True) == first, "nobody touches the one that stays"
         draining.set()
@@ -671,6 +670,16 @@ async def test_servers_join_and_leave_as_the_operator_says(run: Run) -> None:
 
     assert (joined.version, left.version, left.fenced, again.version) == ("1-0", "", True, "1-0")
     assert len({first.incarnation, joined.incarnation, again.incarnation}) == 3
+
+
+async def test_a_node_begins_with_the_servers_that_were_ordered(run: Run) -> None:
+    await run.operator.put(run.names.fleet_key("n0"), FleetMembers(indices=[1]))
+    await run.announce()
+
+    async with run.running_node():
+        await run.server(lambda state: not state.fenced, "n0-1")
+
+    assert await run.operator.get(run.names.server_key("n0-0"), ServerState) == (None, 0), "it was never started"
 
 
 async def test_servers_that_an_earlier_life_of_the_node_left_behind_are_fenced(run: Run) -> None:

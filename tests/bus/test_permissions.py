@@ -16,7 +16,17 @@ from areal_async.bus.streams import all_streams
 from areal_async.config.settings import Settings
 from areal_async.errors import BusError, UserError
 from areal_async.protocol.run_state import Control, ServerState
-from areal_async.protocol.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LAUNCHER, LINEAGE, RUN_STATE, Names
+from areal_async.protocol.subjects import (
+    ADMITTED,
+    CHANGES,
+    CHECKPOINT,
+    CONTROL,
+    HOSTS,
+    LAUNCHER,
+    LINEAGE,
+    RUN_STATE,
+    Names,
+)
 from areal_async.protocol.types import Admitted, Cut, CutKind, LineageRecord, Outcome, OutcomeKind, Ticket
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all
 from tests.bus.stored import ticket
@@ -72,7 +82,8 @@ ACTIONS: dict[str, Action] = {
     "end the run": _only(f"{KEY}.{RUN_STATE}", CONTROLLER, OPERATOR),
     "record an evaluation": _only(f"{KEY}.eval.3", CONTROLLER, OPERATOR),
     "speak for a server": _only(f"{NODES_KEY}.{RUN.server_key('s0')}", CONTROLLER, NODE, OPERATOR),
-    "size a node's fleet": _only(f"{KEY}.{RUN.fleet_key('n0')}", OPERATOR),
+    "size a node's fleet": _only(f"{KEY}.{RUN.fleet_key('n0')}", CONTROLLER, OPERATOR),
+    "choose the run's hosts": _only(f"{KEY}.{HOSTS}", CONTROLLER, OPERATOR),
     "say how processes fare": _only(f"{KEY}.{RUN.crew_key('node-0')}", OPERATOR),
     "keep a node's id": _only(f"{NODES_KEY}.{RUN.node_key('n0')}", NODE, OPERATOR),
     "keep the run": _only(f"{KEY}.{LAUNCHER}", OPERATOR),
@@ -82,6 +93,7 @@ ACTIONS: dict[str, Action] = {
     "ask what a process does": _only(RUN.status("node"), OPERATOR),
     "look for services": _only("$SRV.PING", OPERATOR),
     "let a pushed stream go on": _only(f"$JS.FC.{RUN.outcomes_stream}.x.y", OPERATOR),
+    "take in a stream": _only(f"$JS.SNAPSHOT.RESTORE.{RUN.tickets_stream}.x", OPERATOR),
     "answer operators": _only("_INBOX_services.x", CONTROLLER, NODE, TRAINER),
     "set a key of nobody's": _only(f"{KEY}.other", OPERATOR),
     "set a key of nobody's among the nodes'": _only(f"{NODES_KEY}.other", OPERATOR),

@@ -12,14 +12,14 @@ import anyio
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from areal_async.bus import Role, declare
+from areal_async.bus import Role, declare, move_streams
 from areal_async.bus.streams import _wait_copied, all_streams
 from areal_async.config.settings import RunSettings, Settings
 from areal_async.errors import FencedError
 from areal_async.protocol.subjects import ADMITTED, Names
 from areal_async.protocol.types import Admitted
 from areal_async.trainer.batch.lineage import Lineage
-from tests.brokers import until
+from tests.brokers import as_operator, running_broker, until
 from tests.clusters import NUM_SERVERS, Cluster, running_cluster
 from tests.e2e.test_run import Run, assert_accounts, collect, events, said_by
 
@@ -137,3 +137,30 @@ def test_one_copy_becomes_three_at_the_next_start(tmp_path: Path) -> None:
     settings = Settings(run=RunSettings(name=NAMES.run, directory=tmp_path))
     with cluster_at(tmp_path / "cluster") as (portal, cluster):
         portal.call(raise_copies, cluster, settings)
+
+
+async def move_here(cluster: Cluster, settings: Settings) -> None:
+    """Have a run of one broker's at three, then kill who leads its keys."""
+    async with (
+        running_broker(settings) as broker,
+        as_operator(broker, settings) as source,
+        cluster.connected(Role.OPERATOR) as target,
+    ):
+        await declare(source, settings)
+        for number in range(20):
+            await source.put(ADMITTED, Admitted(total=number))
+            await source.publish(NAMES.tickets("w"), b"x", msg_id=f"t{number}")
+
+        moved = await move_streams(source, target, cluster.seen_from(settings))
+
+        assert [one.name for one in moved] == all_streams(NAMES)
+        before = await source.get(ADMITTED, Admitted)
+        await cluster.kill(await cluster.leader_of(target, f"KV_{NAMES.bucket}"))
+        assert await target.get(ADMITTED, Admitted) == before
+        assert await target.num_unsettled(NAMES.tickets_stream, NAMES.nodes_consumer) == 20
+
+
+def test_a_run_of_its_own_broker_is_moved_to_three_copies(tmp_path: Path) -> None:
+    settings = Settings(run=RunSettings(name=NAMES.run, directory=tmp_path))
+    with cluster_at(tmp_path / "cluster") as (portal, cluster):
+        portal.call(move_here, cluster, settings)

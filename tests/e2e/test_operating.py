@@ -338,7 +338,7 @@ async def _operator(run: Run) -> AsyncIterator["nats.NATS"]:
 def test_every_command_and_the_plain_client_of_the_chapters_do_what_they_say(live: Run, tmp_path: Path) -> None:
     """A run is stopped once: here by the tool's line, by the verb of that name in ``test_mixed.py``."""
     directory = live.directory.parents[1]
-    own, change = _blocks(GUIDE, "console")
+    own, resizing, change = _blocks(GUIDE, "console")
     (lines,) = _blocks(BUS_GUIDE, "console")
     (alias, _), *_, (stopping, _) = commands(lines)
     (client,) = _blocks(BUS_GUIDE, "python")
@@ -355,6 +355,8 @@ def test_every_command_and_the_plain_client_of_the_chapters_do_what_they_say(liv
     assert look(live).state == "running"
     _run(directory, *shlex.split(changing)[1:])
     assert look(live).changes == VALUES | {"trainer.lr": 1e-6, "rollout.max_staleness": 1}
+    for command, _ in commands(resizing):
+        _run(directory, *shlex.split(command, comments=True)[1:])
     for one in words[: ORDERS.index("stop")]:
         if one[2] == "top":
             terminal = Terminal(COLUMNS_80, *one[3:], directory=directory)

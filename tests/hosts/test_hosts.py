@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from areal_async.protocol.types import Version
+from tests.e2e.test_run import unhurried
 from tools.compare_ranks import Part, random_rows, read_output, vocab_size, write_batch
 from tools.faults_run import FaultRun
 from tools.some_hosts import REMOTE_COMMAND, SomeHosts, some_hosts, why_not
@@ -44,7 +45,7 @@ class SpreadRun(FaultRun):
         self._hosts = hosts
         others = json.dumps(hosts.addresses[1:])
         spread = {"launch__hosts": others, "launch__remote_command": REMOTE_COMMAND, "trainer__num_hosts": 2}
-        super().__init__(parent, trainer__num_ranks=2, **spread, **settings)
+        super().__init__(parent, **{"trainer__num_ranks": 2, **spread, **settings})
 
     @property
     def command(self) -> list[str]:
@@ -56,13 +57,22 @@ class SpreadRun(FaultRun):
         Raises:
             AssertionError: something is not proved.
         """
-        words = [sys.executable, "-m", "areal_async", "doctor", "--run", str(self.directory)]
+        return self.said("doctor")
+
+    def said(self, *words: str, status: int = 0) -> str:
+        """Return what a verb says of the run, asked on the first host, and that ends with this status."""
+        command = [sys.executable, "-m", "areal_async", *words, "--run", str(self.directory)]
         done = subprocess.run(
-            words, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, check=False,
+            self._hosts.command(0, *command), cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
-        assert done.returncode == 0, done.stdout
+        assert done.returncode == status, done.stdout
         return done.stdout
+
+    def presences(self) -> dict[str, str]:
+        """Return of each process that the run is to have whether it is there."""
+        status = json.loads(self.said("status", "--json"))
+        return {f"{one['role']} {one['instance']}": one["presence"] for one in status["members"]}
 
     def rank_on(self, number: int) -> list[int]:
         """Return the processes of ranks on a host."""
@@ -128,6 +138,81 @@ def _freeze(hosts: SomeHosts, run: SpreadRun) -> list[int]:
 
 def _lives(pid: int) -> bool:
     return Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+
+
+def test_a_host_is_added_and_another_removed_by_order_and_both_orders_outlive_the_launcher(
+    hosts: SomeHosts, tmp_path: Path
+) -> None:
+    _, second, third = hosts.addresses
+    settings = {"trainer__num_ranks": 1, "trainer__num_hosts": 1, "launch__hosts": json.dumps([second])}
+    workflow = unhurried(tmp_path)
+    run = SpreadRun(hosts, tmp_path, workflow=workflow, run__steps=200, rollout__batch_groups=2, **settings)
+    try:
+        run.start()
+        run.wait_for_step(1)
+        assert "it is the launcher's own" in run.said("hosts", "remove", "127.0.0.1", status=2)
+        assert "it is the last one that generates" in run.said("hosts", "remove", second, status=2)
+        assert f"host {third}: a node starts there" in run.said("hosts", "add", third)
+        run.wait_until(lambda: run.presences().get("node 1") == "ok", "the node of the host that was added")
+        assert f"host {second}: its node takes nothing more" in run.said("hosts", "remove", second)
+        run.wait_until(lambda: run.presences()["node 0"] == "ended", "the end of the node that was removed")
+        run.wait_until(lambda: hosts.pids(1) and run.role_pids("node") != [], "a node")
+        assert not set(run.role_pids("node")) & set(hosts.pids(1))
+        run.wait_for_step(len(run.steps) + 2)
+        assert "the run has none of that name" in run.said("hosts", "remove", second, status=2)
+
+        run.stop()
+        run.start()
+        run.wait_for_step(len(run.steps) + 2)
+        assert [bool(set(run.role_pids("node")) & set(hosts.pids(number))) for number in range(3)] == [
+            False,
+            False,
+            True,
+        ]
+        assert f"host {second}: a node starts there" in run.said("hosts", "add", second)
+        run.wait_until(lambda: run.presences().get("node 0") == "ok", "the node that it had")
+        run.stop()
+        print(run.output, run.doctor())
+    finally:
+        run.kill_everything()
+        run.close()
+
+
+def test_an_elastic_run_trains_on_with_the_hosts_that_are_left_and_with_all_once_they_are_back(
+    hosts: SomeHosts, tmp_path: Path
+) -> None:
+    second = hosts.addresses[1]
+    settings = {"launch__hosts": json.dumps([second]), "trainer__replicas": 2, "trainer__elastic": True}
+    run = SpreadRun(hosts, tmp_path, workflow=unhurried(tmp_path), run__steps=300, rollout__batch_groups=2, **settings)
+
+    def num_ranks() -> list[int]:
+        return [len(run.rank_on(number)) for number in range(2)]
+
+    try:
+        run.start()
+        run.wait_for_step(1)
+        assert num_ranks() == [1, 1]
+        hosts.kill(1)
+        run.wait_until(lambda: num_ranks() == [1, 0], "the rank that is left")
+        run.wait_for_step(len(run.steps) + 2)
+        assert [name for name in run.presences() if name.startswith("trainer")] == ["trainer 0"]
+
+        hosts.revive(1)
+        run.wait_until(lambda: num_ranks() == [1, 1], "ranks on both hosts")
+        run.wait_for_step(len(run.steps) + 2)
+        assert "trainer ends in good order, to go on with other hosts" in run.output
+        assert f"host {second}: its node takes nothing more" in run.said("hosts", "remove", second)
+        run.wait_until(lambda: num_ranks() == [1, 0], "the end of the rank on the host that was removed")
+        run.wait_for_step(len(run.steps) + 2)
+        run.stop()
+    finally:
+        run.kill_everything()
+        run.close()
+
+    lineages = [Version.parse(line["weights_version"]).lineage for line in run.steps]
+    assert max(lineages) == 4, "a start each: at first, with fewer, with all, with fewer"
+    assert len({line["num_groups"] for line in run.steps}) == 1, "the batch stays as it is"
+    print(run.output, run.doctor())
 
 
 def test_ranks_on_two_hosts_have_the_gradients_of_ranks_on_one(hosts: SomeHosts, tmp_path: Path) -> None:

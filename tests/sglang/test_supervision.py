@@ -234,7 +234,7 @@ async def shared_yard(
 @pytest.fixture
 async def yard(shared_yard: Yard) -> Yard:
     """The shared fleet: one server that runs a version of the first model's."""
-    shared_yard.fleet.resize(1)
+    shared_yard.fleet.resize([0])
     await shared_yard.until(lambda: list(shared_yard.fleet.pool.servers) == ["n0-0"])
     await shared_yard.until_all_hold(shared_yard.announce(0))
     return shared_yard
@@ -310,7 +310,7 @@ async def test_server_whose_tensors_are_not_the_announced_ones_is_not_taken_back
 
 async def test_streams_of_a_killed_server_go_on_at_the_other_and_it_comes_back(yard: Yard) -> None:
     version = yard.fleet.pool.servers["n0-0"].version
-    yard.fleet.resize(2)
+    yard.fleet.resize(range(2))
     await yard.until(lambda: len(yard.fleet.pool.servers) == 2)
     first, second = await yard.until_all_hold(version)
     incarnation, before = first.incarnation, second.num_generated_tokens

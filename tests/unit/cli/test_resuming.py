@@ -260,6 +260,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     },
     "policies": JUDGED,
     "policies.*.kind": {"policies": {"judge": {"path": "judge"}}},
+    "trainer.elastic": {"trainer": {"num_ranks": 2, "num_hosts": 2, "replicas": 2}},
     "trainer.critic": {"algorithm": {"name": "ppo"}},
     "trainer.reference": {"algorithm": {"kl_coef": 0.1}},
     "model.critic": {"algorithm": {"name": "ppo"}},

@@ -28,7 +28,8 @@ MAY_CHANGE = {
     "trainer": """num_ranks num_hosts engine pipeline_parallel pipeline_schedule pipeline_stages_per_rank
         tensor_parallel replicas lr warmup_steps schedule weight_decay betas eps max_grad_norm token_budget
         checkpoint_every_steps keep_checkpoints keep_every_steps keep_best async_checkpoints num_threads
-        activation_checkpointing compile cpu_offload reduce_dtype max_restarts lora.transfer""",
+        activation_checkpointing compile cpu_offload reduce_dtype max_restarts
+        elastic lora.transfer""",
     "trainer.critic": "pipeline_parallel tensor_parallel replicas lr warmup_steps max_grad_norm",
     "trainer.reference": "pipeline_parallel tensor_parallel replicas",
     "metrics": """tensorboard wandb_project prometheus prometheus_host traces traces_ratio traces_texts

@@ -172,3 +172,20 @@ def test_servers_of_another_model_share_no_gpu_with_the_trainer() -> None:
     Settings.model_validate({"inference": {"colocate": "release"}, "policies": {"judge": {}}})
     with pytest.raises(ValidationError, match="policies.judge.path: got a model of its own with inference.colocate"):
         Settings.model_validate({"inference": {"colocate": "release"}, "policies": policies})
+
+
+def test_fewer_hosts_of_an_elastic_trainer_have_as_many_ranks_and_replicas_each_as_all_of_them() -> None:
+    trainer = TrainerSettings(
+        num_ranks=32, num_hosts=4, replicas=8, tensor_parallel=2, elastic=True, reference={"replicas": 4}
+    )
+
+    fewer = trainer.on_hosts(3)
+
+    assert (fewer.num_ranks, fewer.num_hosts, fewer.replicas, fewer.tensor_parallel) == (24, 3, 6, 2)
+    assert (fewer.reference.replicas, fewer.critic.replicas) == (3, None)
+    assert TrainerSettings.model_validate(fewer.model_dump()) == fewer, "a layout of its own right"
+    for given, found in (({"replicas": 1}, "replicas=1"), ({"critic": {"replicas": 1}}, "critic.replicas=1")):
+        with pytest.raises(
+            ValidationError, match=f"elastic: got true with num_hosts=2 and {found}, need several hosts"
+        ):
+            TrainerSettings.model_validate({"num_ranks": 4, "num_hosts": 2, "replicas": 2, "elastic": True} | given)

@@ -235,6 +235,17 @@ def test_time_for_which_the_watching_process_was_stopped_does_not_pass() -> None
     assert [clock.tick(at_s) for at_s in (101.0, 102.5, 143.5, 144.5)] == [101.0, 102.5, 103.5, 104.5]
 
 
+def test_ranks_of_before_are_not_missed_where_their_successors_are_fewer() -> None:
+    reports = Reports()
+    for rank in range(3):
+        reports.take("trainer", {"rank": rank, "lineage": 1, "state": "training"}, now_s=0.0)
+    assert sorted(reports.by_name) == ["rank 1", "rank 2", "trainer"]
+
+    reports.take("trainer", {"rank": 1, "lineage": 2, "state": "training"}, now_s=1.0)
+
+    assert sorted(reports.by_name) == ["rank 1", "trainer"]
+
+
 def test_a_rank_that_has_a_successor_makes_no_progress_and_waits_for_nothing() -> None:
     reports = Reports()
 

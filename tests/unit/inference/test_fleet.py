@@ -101,11 +101,11 @@ async def kill(server: ServerHandle) -> None:
 async def test_servers_join_and_leave_with_the_number_that_is_wanted(settings: Settings, tmp_path: Path) -> None:
     async with yard_of(settings, tmp_path) as (yard, _):
         (first,) = await yard.serving("n0-0")
-        yard.fleet.resize(3)
+        yard.fleet.resize(range(3))
         _, second, third = await yard.serving("n0-0", "n0-1", "n0-2")
-        yard.fleet.resize(1)
+        yard.fleet.resize([0])
         await yard.until(lambda: list(yard.pool.servers) == ["n0-0"])
-        yard.fleet.resize(2)
+        yard.fleet.resize(range(2))
         kept, again = await yard.serving("n0-0", "n0-1")
 
         assert kept is first, "nobody touches the servers that stay"
@@ -121,9 +121,9 @@ async def test_servers_join_and_leave_with_the_number_that_is_wanted(settings: S
 
 async def test_server_may_leave_while_it_starts(settings: Settings, tmp_path: Path) -> None:
     async with yard_of(settings, tmp_path) as (yard, _):
-        yard.fleet.resize(2)
+        yard.fleet.resize(range(2))
         await yard.until(lambda: "n0-1" in yard.states)
-        yard.fleet.resize(1)
+        yard.fleet.resize([0])
         await yard.serving("n0-0")
 
     assert yard.states["n0-1"] == ["starting", "left"]
@@ -133,7 +133,7 @@ async def test_requests_of_a_server_that_leaves_go_on_elsewhere_from_what_was_re
     settings: Settings, tmp_path: Path
 ) -> None:
     async with yard_of(settings, tmp_path) as (yard, client):
-        yard.fleet.resize(2)
+        yard.fleet.resize(range(2))
         await yard.serving("n0-0", "n0-1")
         leaving = yard.pool.servers["n0-1"]
         await tell(leaving, "/hold")
@@ -147,7 +147,7 @@ async def test_requests_of_a_server_that_leaves_go_on_elsewhere_from_what_was_re
                 tasks.start_soon(generate)
                 while not (await tell(leaving, "/model_info"))["sampling_params"]:
                     pass
-                yard.fleet.resize(1)
+                yard.fleet.resize([0])
 
         assert "stream.broken" not in [entry["event"] for entry in entries], "it was ended, not broken off"
         ((turn, server),) = answers

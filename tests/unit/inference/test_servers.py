@@ -13,11 +13,17 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from areal_async.config.settings import InferenceSettings, ModelSettings, Settings
+from areal_async.config.settings import InferenceSettings, ModelSettings, PolicySettings, Settings
 from areal_async.errors import UserError
 from areal_async.inference import servers
 from areal_async.inference.admin_key import VARIABLE
-from areal_async.inference.commands import ServerCommand, choose_backend, server_command
+from areal_async.inference.commands import (
+    MAX_SERVERS_ON_CPU,
+    ServerCommand,
+    choose_backend,
+    most_servers,
+    server_command,
+)
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi, make_client
 from areal_async.inference.servers import ServerProcess
@@ -92,6 +98,21 @@ def test_each_server_gets_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == ["4,5", "6,7", "4,5"]
     after_three = server_command(settings_of(backend="embedded"), server_id="x", index=0, first_gpu=3)
     assert after_three.environment["CUDA_VISIBLE_DEVICES"] == "7", "a second fleet begins behind the first"
+
+
+def test_servers_that_are_added_take_the_gpus_that_frozen_policies_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5,6,7")
+    judge = {"judge": PolicySettings(path="org/judge", num_servers=2)}
+    settings = settings_of(backend="embedded").model_copy(update={"policies": judge})
+
+    shares = [server_command(settings, server_id="x", index=index).environment for index in range(3)]
+
+    assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == ["3", "6", "7"]
+    assert most_servers(settings) == 3
+    assert most_servers(settings_of(tensor_parallel=2)) == 2
+    assert most_servers(settings_of(colocate="release")) == 1, "the trainer has the others in turns"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert most_servers(settings) == MAX_SERVERS_ON_CPU
 
 
 def test_auto_takes_the_embedded_engine_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

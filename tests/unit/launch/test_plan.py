@@ -83,7 +83,8 @@ def test_ranks_find_each_other_as_torchruns_would(tmp_path: Path) -> None:
     again, _ = trainer.make_specs()  # of which those of before are to hear nothing
     for name in ("MASTER_PORT", "RENDEZVOUS_ID"):
         assert again.environment[name] != first.environment[name]
-    assert node.make_specs()[0].environment == {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0"}
+    # Those that nobody has are the node's, for servers that are added.
+    assert node.make_specs()[0].environment == {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0,3"}
     assert controller.make_specs()[0].environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
@@ -180,7 +181,7 @@ def test_where_no_host_is_left_over_each_shares_its_gpus_between_its_node_and_it
     ranks = _hosts_of_ranks(settings, tmp_path, ("a", "b"), gpus=FOUR)
     assert [(host, gpus) for host, *_, gpus in ranks] == [("a", "1,2"), ("a", "1,2"), ("b", "1,2"), ("b", "1,2")]
     specs = [spec for group in nodes for spec in group.make_specs()]
-    assert [(one.host, one.environment["CUDA_VISIBLE_DEVICES"]) for one in specs] == [("a", "0"), ("b", "0")]
+    assert [(one.host, one.environment["CUDA_VISIBLE_DEVICES"]) for one in specs] == [("a", "0,3"), ("b", "0,3")]
 
 
 @pytest.mark.parametrize(
@@ -201,6 +202,24 @@ def test_a_host_that_is_gone_is_left_out_where_another_one_has_room(
 
     assert [host for host, *_ in ranks[::2]] == chosen
     assert [gpus for host, *_, gpus in ranks if host == "c"] == (["2,3"] * 2 if "c" in chosen else [])
+
+
+def test_an_elastic_trainer_begins_on_the_hosts_that_are_there_and_anew_once_they_are_others(tmp_path: Path) -> None:
+    trainer = TrainerSettings(num_ranks=8, num_hosts=4, replicas=4, elastic=True)
+    hosts, absent = ("a", "b", "c", "d"), {"b", "d"}
+    group, *_ = plan_groups(Settings(trainer=trainer), RunDirectory(tmp_path), gpus=(), hosts=hosts, absent=absent)
+
+    specs = group.make_specs()
+
+    assert [(one.host, one.environment["RANK"]) for one in specs[::2]] == [(None, "0"), ("c", "2")]
+    assert {(one.environment["WORLD_SIZE"], one.environment["LOCAL_WORLD_SIZE"]) for one in specs} == {("4", "2")}
+    assert group.is_outdated is not None
+    running = ["a", "a", "c", "c"]
+    assert not group.is_outdated(running)
+    absent.remove("b")
+    assert group.is_outdated(running), "one is back"
+    absent |= {"b", "c"}
+    assert group.is_outdated(running), "one is to have no ranks any more"
 
 
 def test_more_hosts_than_there_are_are_refused(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ class _Stage:
         stop_deadline_s: float = 20.0,
         work_done: Callable[[], int] | None = None,
         excuse: Callable[[Death], str | None] | None = None,
+        is_outdated: Callable[[Sequence[str]], bool] | None = None,
     ) -> None:
         def make_specs() -> Sequence[ProcessSpec]:
             names = [name] if len(codes) == 1 else [f"{name}-{rank}" for rank in range(len(codes))]
@@ -90,6 +91,7 @@ class _Stage:
                 max_restarts=max_restarts,
                 work_done=work_done,
                 excuse=excuse,
+                is_outdated=is_outdated,
                 stop_deadline_s=stop_deadline_s,
                 ends_run=ends_run,
                 may_finish=may_finish,
@@ -483,3 +485,51 @@ async def test_a_process_group_that_is_frozen_is_killed_and_started_again_when_a
 
     assert [stage.supervisors[0].num_starts(name) for name in ("node", "controller", "other")] == [2, 1, 0]
     assert any("node ended by SIGKILL; starting node again" in line for line in stage.told)
+
+
+async def test_groups_are_added_and_removed_while_the_run_runs_and_the_removed_are_not_started_again(
+    stage: _Stage,
+) -> None:
+    for name in ("trainer", "node-0", "node-1", "controller"):
+        stage.add(name, ENDS_WHEN_ASKED)
+    node = stage.groups.pop(2)
+
+    async def add_and_remove() -> None:
+        await until(lambda: len(stage.backend.started) == 3)
+        (supervisor,) = stage.supervisors
+        supervisor.add(node)
+        supervisor.add(node)
+        await until(lambda: stage.lines("node-1") == ["ready"])
+        await supervisor.remove("node-0")
+        await supervisor.remove("node-0")
+        assert stage.lines("node-0") == ["ready", "asked"]
+        os.kill(os.getpid(), signal.SIGINT)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(add_and_remove)
+        assert await stage.run() is RunEnd.STOPPED
+
+    assert stage.lines("node-1") == ["ready", "asked"]
+    assert [one.spec.name for one in stage.backend.started].count("node-0") == 1
+    assert len(stage.backend.started) == 4
+
+
+async def test_a_group_that_is_outdated_for_long_ends_in_good_order_and_begins_anew(
+    stage: _Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.launch.supervisor.HOST_LOOK_S", 0.01)
+    monkeypatch.setattr("areal_async.launch.supervisor.OUTDATED_S", 0.05)
+    asked: list[list[str]] = []
+
+    def is_outdated(hosts: Sequence[str]) -> bool:
+        asked.append(list(hosts))
+        return stage.lines("trainer") == ["ready"]
+
+    stage.add("trainer", ENDS_WHEN_ASKED, may_finish=True, max_restarts=0, is_outdated=is_outdated)
+    stage.add("controller", SERVE, ends_run=True)
+
+    end = await stage.run_and_signal((lambda: stage.lines("trainer")[1:] == ["asked", "ready"], signal.SIGINT))
+
+    assert end is RunEnd.STOPPED
+    assert asked[0] == ["127.0.0.1"]
+    assert stage.supervisors[0].num_starts("trainer") == 2

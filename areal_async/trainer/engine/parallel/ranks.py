@@ -129,6 +129,11 @@ def is_of_peers(error: BaseException) -> bool:
     return any(isinstance(one, dist.DistError) or (type(one) is RuntimeError and "gloo" in str(one)) for one in leaves)
 
 
+def ranks_started() -> int:
+    """Return how many ranks the environment names, as torchrun does."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @contextmanager
 def joined_ranks(*, deadline_s: float, num_threads: int = 1) -> Iterator[Ranks]:
     """Join the ranks that the environment names as torchrun does, or stand alone, for as long as the block runs.
@@ -145,7 +150,7 @@ def joined_ranks(*, deadline_s: float, num_threads: int = 1) -> Iterator[Ranks]:
         UserError: this rank was given GPUs that torch does not see.
         PipelineError: the peers did not come together before the deadline.
     """
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, size = int(os.environ.get("RANK", "0")), ranks_started()
     device = own_device(int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
         torch.cuda.set_device(device)
