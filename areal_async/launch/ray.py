@@ -134,7 +134,7 @@ class RayBackend(AgentsBackend):
         super().__init__([f"bundle-{index}" for index in range(launch.num_hosts)])
         self.workers = self.hosts[1:]
         self.addresses: dict[str, str] = {}
-        _connect(launch.cpus_per_host)
+        is_own = _connect(launch.cpus_per_host)
         nodes = _nodes()
         most = max((int(node["Resources"].get("GPU", 0)) for node in nodes), default=0)
         num_gpus = launch.gpus_per_host if launch.gpus_per_host is not None else most
@@ -143,8 +143,8 @@ class RayBackend(AgentsBackend):
         self._given: dict[str, Sequence[str]] = {}
         """GPUs of each worker, as that host counts them."""
         self._group: PlacementGroup | None = None
-        self._address: str = ray.util.get_node_ip_address()
-        if self._address == LOOPBACK:  # one of its own: all workers are here
+        self._address: str = LOOPBACK if is_own else ray.util.get_node_ip_address()
+        if is_own:  # all workers are here
             self.hosts = (LOOPBACK,)
 
     async def address(self) -> str:
@@ -246,8 +246,8 @@ def _nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _connect(num_cpus: int) -> None:
-    """Join the cluster that is there, or start one.
+def _connect(num_cpus: int) -> bool:
+    """Join the cluster that is there, or start one; return whether it was started.
 
     Raises:
         UserError: there is none at ``RAY_ADDRESS``.
@@ -277,7 +277,8 @@ def _connect(num_cpus: int) -> None:
                 f"launch.backend: got ray with RAY_ADDRESS={said}, where no cluster lets this one in: {exc}"
             ) from exc
         ray.init(
-            address="local", num_cpus=num_cpus, num_gpus=len(visible_gpus()), _node_ip_address=LOOPBACK,
-            include_dashboard=False,
+            address="local", num_cpus=num_cpus, num_gpus=len(visible_gpus()), include_dashboard=False,
             object_store_memory=STORE_BYTES, **quiet,
         )  # fmt: skip
+        return True
+    return False
