@@ -10,6 +10,7 @@ Actors and placement group end with the launcher, however that ends: Ray ends wh
 import logging
 import math
 import os
+import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -18,7 +19,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import ray
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -35,6 +36,8 @@ ROOM_S = 5.0
 """For a cluster with room to place the bundles."""
 ACTOR_S = 60.0
 """For an actor to come up in its bundle."""
+ANSWER_S = 10.0
+"""For the head of a cluster to take a connection."""
 STORE_BYTES = 80 << 20
 """Of a cluster that is started here: nothing but lines goes through Ray, and its least is 75 MB."""
 MAX_SENTENCE = 300
@@ -131,7 +134,7 @@ class RayBackend(AgentsBackend):
         super().__init__([f"bundle-{index}" for index in range(launch.num_hosts)])
         self.workers = self.hosts[1:]
         self.addresses: dict[str, str] = {}
-        _connect(launch.cpus_per_host)
+        is_own = _connect(launch.cpus_per_host)
         nodes = _nodes()
         most = max((int(node["Resources"].get("GPU", 0)) for node in nodes), default=0)
         num_gpus = launch.gpus_per_host if launch.gpus_per_host is not None else most
@@ -140,8 +143,8 @@ class RayBackend(AgentsBackend):
         self._given: dict[str, Sequence[str]] = {}
         """GPUs of each worker, as that host counts them."""
         self._group: PlacementGroup | None = None
-        self._address: str = ray.util.get_node_ip_address()
-        if self._address == LOOPBACK:  # one of its own: all workers are here
+        self._address: str = LOOPBACK if is_own else ray.util.get_node_ip_address()
+        if is_own:  # all workers are here
             self.hosts = (LOOPBACK,)
 
     async def address(self) -> str:
@@ -235,15 +238,16 @@ def sentence_of(error: RayError) -> str:
     if isinstance(error, ActorUnavailableError):
         return "its actor does not answer"
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return escaped(lines[-1]).strip()[:MAX_SENTENCE]
+    last = escaped(lines[-1]).strip()[:MAX_SENTENCE]
+    return last.partition(". ")[0] if isinstance(error, RayActorError) else last  # what follows are guesses
 
 
 def _nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _connect(num_cpus: int) -> None:
-    """Join the cluster that is there, or start one.
+def _connect(num_cpus: int) -> bool:
+    """Join the cluster that is there, or start one; return whether it was started.
 
     Raises:
         UserError: there is none at ``RAY_ADDRESS``.
@@ -254,6 +258,14 @@ def _connect(num_cpus: int) -> None:
             f"launch.backend: got ray with RAY_ADDRESS={said}, need HOST:PORT, on a host of the cluster; start it "
             "there, as ray job submit does"
         )
+    if ":" in said:
+        host, _, port = said.rpartition(":")
+        try:  # Ray would try for minutes
+            socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+        except (OSError, ValueError) as exc:
+            raise UserError(
+                f"launch.backend: got ray with RAY_ADDRESS={said}, where no cluster answers: {exc}; correct it"
+            ) from exc
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "ignore_reinit_error": True}
@@ -262,10 +274,11 @@ def _connect(num_cpus: int) -> None:
     except (ConnectionError, RuntimeError, ValueError) as exc:
         if said:
             raise UserError(
-                f"launch.backend: got ray with RAY_ADDRESS={said}, where no cluster answers: {exc}"
+                f"launch.backend: got ray with RAY_ADDRESS={said}, where no cluster lets this one in: {exc}"
             ) from exc
         ray.init(
-            address="local", num_cpus=num_cpus, num_gpus=len(visible_gpus()), _node_ip_address=LOOPBACK,
-            include_dashboard=False,
+            address="local", num_cpus=num_cpus, num_gpus=len(visible_gpus()), include_dashboard=False,
             object_store_memory=STORE_BYTES, **quiet,
         )  # fmt: skip
+        return True
+    return False

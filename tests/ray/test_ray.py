@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_HOSTS = 3
+NUM_STEPS, GROUPS = 4, 2
 PORT = 6379
 DEADLINE_S = 60.0
 STORE_BYTES = 80 << 20
@@ -28,7 +29,7 @@ OPEN = {"RAY_AUTH_MODE": "disabled"}
 """Nobody else reaches these hosts; by default Ray may take, or leave, a token in the user's home."""
 HASTY = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "4"}
 """A host is given up after seconds; by default it takes half a minute."""
-SMALL = {"trainer__checkpoint_every_steps": 2, "rollout__batch_groups": 2}
+SMALL = {"trainer__checkpoint_every_steps": 2, "rollout__batch_groups": GROUPS}
 
 
 class Cluster:
@@ -112,6 +113,11 @@ class RayRun(FaultRun):
     def command(self) -> list[str]:
         return self._cluster.hosts.command(0, *super().command)
 
+    @property
+    def num_joined(self) -> int:
+        """How often a host has joined it."""
+        return len(self.events("launcher", "host.joined"))
+
     def num_on(self, number: int) -> int:
         """Return how many processes of the run are on a host."""
         return len(set(self.all_pids()) & set(self._cluster.hosts.pids(number)))
@@ -136,24 +142,46 @@ def _accounts(run: FaultRun) -> dict[str, Any]:
     return accounts
 
 
-def test_a_run_outlives_a_raylet_a_host_and_an_actor(cluster: Cluster, spread: RayRun) -> None:
+def test_a_run_has_the_accounts_of_one_on_this_host_alone(cluster: Cluster, tmp_path: Path) -> None:
+    runs = [
+        RayRun(cluster, tmp_path, name="spread", run__steps=NUM_STEPS),
+        FaultRun(tmp_path, name="alone", run__steps=NUM_STEPS, trainer__num_ranks=2, **SMALL),
+    ]
+    try:
+        for run in runs:
+            run.start()
+        for run in runs:
+            run.finish()
+        spread, alone = map(_accounts, runs)
+    finally:
+        for run in runs:
+            run.kill_everything()
+            run.close()
+
+    assert spread["groups"] == alone["groups"]
+    assert spread["slots"] == alone["slots"]
+    assert spread["slots"]["trained"] == NUM_STEPS * GROUPS * 8
+
+
+def test_a_run_outlives_a_raylet_and_a_host_and_all_of_it_ends_with_its_launcher(
+    cluster: Cluster, spread: RayRun
+) -> None:
     run = spread
     run.start()
     run.wait_for_step(1)
-    assert sorted(run.num_on(number) for number in range(1, NUM_HOSTS))[0] > 0
-
-    def lost() -> int:
-        return len(run.events("launcher", "host.joined"))
+    assert min(run.num_on(number) for number in range(NUM_HOSTS)) > 0
 
     os.kill(cluster.raylet(1), signal.SIGKILL)
     run.wait_until(lambda: run.num_on(1) == 0, "the end of all that ran there")
     cluster.join(1)
-    run.wait_until(lambda: lost() == 4, "the host that was gone")
+    run.wait_until(lambda: run.num_joined == NUM_HOSTS + 1, "the host that was gone")
     run.wait_for_step(len(run.steps) + 2)
     cluster.hosts.kill(2)
     cluster.join(2)
-    run.wait_until(lambda: lost() == 5, "the host that was gone")
+    run.wait_until(lambda: run.num_joined == NUM_HOSTS + 2, "the host that was gone")
     run.wait_for_step(len(run.steps) + 2)
-    run.stop()
+    run.signal_launcher(signal.SIGKILL)
+    run.wait_until(lambda: run.all_pids() == [], "no process to be left")
 
-    print(run.output, json.dumps(_accounts(run)))
+    slots = _accounts(run)["slots"]
+    assert (slots["lost"], slots["twice"], slots["over age"]) == (0, 0, 0)
