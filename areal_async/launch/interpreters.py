@@ -69,7 +69,8 @@ def check_interpreters(settings: Settings, gpus: tuple[str, ...], *, num_hosts: 
     nccl = _check_nccl(settings) if settings.inference.weight_transfer == "distributed" else []
     num_ranks, inference = settings.trainer.ranks_per_host, settings.inference
     num_served = settings.num_inference_gpus if num_hosts == settings.trainer.num_hosts else 0
-    served, trained = share_gpus(gpus, num_inference=num_served, num_trainer=num_ranks)
+    colocates = inference.colocate is not None
+    served, trained = share_gpus(gpus, num_inference=num_served, num_trainer=num_ranks, colocates=colocates)
     interpreters = [_Interpreter("the trainer", sys.executable, trained, num_ranks)]
     if num_served:
         python, one = str(inference.python or sys.executable), served[: inference.tensor_parallel]

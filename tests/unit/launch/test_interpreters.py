@@ -54,6 +54,14 @@ def test_an_environment_whose_torch_sees_too_few_is_named(tmp_path: Path, traine
     assert str(raised.value).startswith(said)
 
 
+def test_both_environments_are_asked_for_the_gpu_that_they_share(tmp_path: Path, trainer: Path) -> None:
+    server = interpreter(tmp_path / "server", '{"torch": "2.14.1+cu130", "num_gpus": 1}')
+
+    check_interpreters(Settings(inference=InferenceSettings(python=server, colocate="split")), ("3",))
+
+    assert [Path(f"{asked}.gpus").read_text() for asked in (trainer, server)] == ["3\n", "3\n"]
+
+
 @pytest.mark.parametrize(
     ("lines", "status"), [(["no such module"], 0), ([""], 1), (['{"torch": 1}'], 0), (['{"torch": "2"}', "{}"], 0)]
 )
