@@ -39,7 +39,8 @@ def check_compiler(device: torch.device | None = None) -> str:
     try:
         _compiled(torch.cos)(torch.ones(8, device=device))
     except (RuntimeError, TypeError, OSError, ImportError) as exc:  # TypeError: an older torch knows no limit to set
-        lines = [line.strip() for line in str(exc).splitlines() if line.strip()] or [type(exc).__name__]
+        told = [line.strip() for line in str(exc).splitlines()]
+        lines = [line for line in told if line and not line.endswith(" raised:")] or [type(exc).__name__]
         reason = next((line for line in lines if "error" in line.lower()), lines[0])
         raise UserError(
             f"trainer.compile: got true where torch {torch.__version__} cannot compile ({reason}), need torch 2.13 "

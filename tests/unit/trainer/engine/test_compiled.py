@@ -153,3 +153,17 @@ def test_a_host_without_a_compiler_is_refused_when_the_model_is_loaded(
     assert "compile (InvalidCxxCompiler: No working C++ compiler found" in told
     assert told.endswith("install them, or set it to false")
     assert "\n" not in told
+
+
+def test_what_a_backend_raises_first_in_a_process_is_told_by_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Invalid(RuntimeError):
+        pass
+
+    def without_compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> None:
+        raise Invalid("no compiler here")
+
+    monkeypatch.setattr(compiled, "BACKEND", without_compiler)
+    torch._dynamo.reset()
+
+    with pytest.raises(UserError, match=r"cannot compile \(.*Invalid: no compiler here[)]"):
+        compiled.check_compiler(torch.device("cpu"))
