@@ -1,11 +1,19 @@
 """The ``launch`` section: where processes are started."""
 
+import re
 import shlex
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from areal_async.config.section import Section
+
+OWN_HOST = "127.0.0.1"
+"""What the launcher calls its own."""
+HOST = re.compile(r"[A-Za-z0-9_\[:][A-Za-z0-9_.@:%\[\]-]*")
+"""One word, and no option, to whatever is to run a command there."""
+HOST_MARK = "{host}"
+"""Stands for the host in ``launch.remote_command``."""
 
 
 class LaunchSettings(Section):
@@ -46,14 +54,26 @@ class LaunchSettings(Section):
                 f"num_hosts: got {self.num_hosts} with backend={self.backend}, need ray; name hosts in launch.hosts, "
                 "or as the Slurm job's --nodes"
             )
-        if len(set(self.hosts)) < len(self.hosts) or not all(self.hosts):
-            raise ValueError(f"hosts: got {list(self.hosts)}, need a different name for each; name each once")
-        try:
-            words = shlex.split(self.remote_command.format(host="host"))
-        except (ValueError, LookupError) as exc:
+        if len({OWN_HOST, *self.hosts}) <= len(self.hosts):
             raise ValueError(
-                f"remote_command: got {self.remote_command!r} ({exc}), need words, {{host}} among them"
-            ) from exc
-        if not words:
-            raise ValueError("remote_command: got nothing, need a command; write it like ssh {host}")
+                f"hosts: got {list(self.hosts)}, need a different name for each, and none for the launcher's own; name "
+                "each once"
+            )
+        if (odd := next((host for host in self.hosts if not HOST.fullmatch(host)), None)) is not None:
+            raise ValueError(
+                f"hosts: got {odd!r}, need the name or address of a host, as in user@node2; leave out all else"
+            )
+        try:
+            words = self.words_for("host")
+        except ValueError as exc:
+            raise ValueError(f"remote_command: got {self.remote_command!r} ({exc}), need words as a shell has") from exc
+        if not words or "\0" in self.remote_command or HOST_MARK not in self.remote_command:
+            raise ValueError(
+                f"remote_command: got {self.remote_command!r}, need a command with {HOST_MARK} in it; write it like "
+                f"ssh {HOST_MARK}"
+            )
         return self
+
+    def words_for(self, host: str) -> list[str]:
+        """Return the words of ``remote_command`` for one of the hosts, whose name stays within its word."""
+        return [word.replace(HOST_MARK, host) for word in shlex.split(self.remote_command)]

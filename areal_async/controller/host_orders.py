@@ -4,13 +4,13 @@ What operators want is the key ``hosts``, which outlives every process; the laun
 launcher's own host, those that hold ranks and the last one that generates stay.
 """
 
-import re
 from collections.abc import Callable
 from contextlib import suppress
 
 import structlog
 
 from areal_async.bus import Bus, Report, Schema, ServiceEndpoint, json_object
+from areal_async.config.launch import HOST
 from areal_async.config.settings import Settings
 from areal_async.controller.steering import TEXT, text_in
 from areal_async.errors import ConflictError, UserError
@@ -19,8 +19,6 @@ from areal_async.protocol.run_state import CrewState, OrderedHosts
 from areal_async.protocol.subjects import HOSTS
 
 ADD, REMOVE = "add-host", "remove-host"
-HOST = re.compile(r"[A-Za-z0-9_\[][A-Za-z0-9_.:@\[\]-]{0,252}")
-"""No option of the command that leads there."""
 NOT_THERE = ("stopped", "finished")
 """States of processes that nobody starts again."""
 

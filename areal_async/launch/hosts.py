@@ -1,6 +1,5 @@
 """Hosts that the user names, each with an agent at the far end of a command that the user names too."""
 
-import shlex
 import signal
 import subprocess
 import sys
@@ -79,7 +78,7 @@ class HostsBackend(LauncherWorks, AgentsBackend):
 
     def __init__(self, launch: LaunchSettings) -> None:
         super().__init__(launch.hosts)
-        self._command = launch.remote_command
+        self._launch = launch
 
     async def address(self) -> str:
         """Return the address of this host that leads to the first of the others.
@@ -103,7 +102,7 @@ class HostsBackend(LauncherWorks, AgentsBackend):
         Raises:
             AgentLostError: it cannot be run.
         """
-        command = [*shlex.split(self._command.format(host=host)), *AGENT]
+        command = [*self._launch.words_for(host), *AGENT]
         try:
             process = await anyio.open_process(
                 guarded(command, by=signal.SIGTERM), stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from areal_async.config.launch import LaunchSettings
 from areal_async.config.reward_model import RewardModelSettings
 from areal_async.config.settings import Settings, TrainerSettings
 from areal_async.config.sft import SftSettings
@@ -155,8 +156,18 @@ def test_ranks_that_cannot_be_spread_over_hosts_are_refused(given: dict[str, Any
         ({"backend": "slurm"}, "hosts: got a, b with backend=slurm, which has hosts of its own, need local"),
         ({"hosts": [], "num_hosts": 2}, "num_hosts: got 2 with backend=local, need ray"),
         ({"hosts": ["a", "a"]}, "need a different name for each"),
-        ({"remote_command": "ssh {name}"}, "remote_command: got 'ssh {name}' .*need words"),
-        ({"remote_command": " "}, "remote_command: got nothing, need a command"),
+        ({"hosts": ["127.0.0.1"]}, "need a different name for each, and none for the launcher's own"),
+        ({"hosts": [""]}, "hosts: got '', need the name or address of a host"),
+        ({"hosts": ["a b"]}, "hosts: got 'a b', need the name or address of a host"),
+        ({"hosts": ["a'b"]}, "need the name or address of a host"),
+        ({"hosts": ["-oProxyCommand=id"]}, "hosts: got '-oProxyCommand=id', need the name or address of a host"),
+        ({"hosts": ["a\x00"]}, "need the name or address of a host"),
+        ({"remote_command": "ssh {name}"}, "remote_command: got 'ssh {name}', need a command with {host} in it"),
+        ({"remote_command": "ssh {host.name}"}, "need a command with {host} in it"),
+        ({"remote_command": "ssh {host:>99999999999}"}, "need a command with {host} in it"),
+        ({"remote_command": "ssh '{host}"}, "remote_command: got .* [(]No closing quotation[)], need words"),
+        ({"remote_command": "ssh \x00{host}"}, "need a command with {host} in it"),
+        ({"remote_command": " "}, "remote_command: got ' ', need a command"),
     ],
 )
 def test_hosts_that_cannot_be_had_are_refused(given: dict[str, Any], message: str) -> None:
@@ -164,6 +175,14 @@ def test_hosts_that_cannot_be_had_are_refused(given: dict[str, Any], message: st
     Settings.model_validate({"launch": usual})
     with pytest.raises(ValidationError, match=message):
         Settings.model_validate({"launch": usual | given})
+
+
+def test_a_hosts_name_is_put_in_the_place_of_its_mark_alone() -> None:
+    launch = LaunchSettings(hosts=("u@h-1", "::1"), remote_command="sh -c 'echo ${HOME}; exec ssh {host}' {host}")
+
+    assert [launch.words_for(host) for host in launch.hosts] == [
+        ["sh", "-c", f"echo ${{HOME}}; exec ssh {host}", host] for host in launch.hosts
+    ]
 
 
 def test_servers_of_another_model_share_no_gpu_with_the_trainer() -> None:
