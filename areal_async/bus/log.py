@@ -92,7 +92,9 @@ class StreamReader(JetStreamApi):
         return self._bells[subject]
 
     async def get_message(self, stream: str, sequence: int) -> Message | None:
-        """Return the message at this sequence, or None when it is not stored any more."""
+        """Return the message at this sequence, or None when it is not stored any more, or never was."""
+        if sequence < 1:  # the broker would take it for a request without one
+            return None
         body = {"seq": sequence}
         found = await self._one(stream, f"$JS.API.DIRECT.GET.{stream}", body)
         if found is None and self.connection.is_clustered:

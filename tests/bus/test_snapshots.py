@@ -155,6 +155,10 @@ async def _go_beyond_the_log(bus: Bus, snapshot: Snapshot) -> object:
     return await bus.put(JOURNAL, Snapshot(**{**_fields(snapshot), "sequence": 10_000}))
 
 
+async def _stand_for_no_entry(bus: Bus, snapshot: Snapshot) -> object:
+    return await bus.put(JOURNAL, Snapshot(**{**_fields(snapshot), "sequence": 0}))
+
+
 async def _hold_something_else(bus: Bus, snapshot: Snapshot) -> object:
     entry = await bus.get_message(bus.names.outcomes_stream, snapshot.sequence)
     assert entry is not None
@@ -165,7 +169,9 @@ def _fields(snapshot: Snapshot) -> dict[str, Any]:
     return {name: getattr(snapshot, name) for name in snapshot.__struct_fields__}
 
 
-@pytest.mark.parametrize("damage", [_damage_state, _name_another_entry, _go_beyond_the_log, _hold_something_else])
+@pytest.mark.parametrize(
+    "damage", [_damage_state, _name_another_entry, _go_beyond_the_log, _stand_for_no_entry, _hold_something_else]
+)
 async def test_the_whole_log_is_read_in_the_place_of_a_bad_snapshot(
     damage: Any, trainer: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
