@@ -52,7 +52,7 @@ test-slurm: $(STAMP)  ## runs as jobs of the real Slurm, on three hosts made of 
 	NEED_SLURM=1 $(BIN)/python -m pytest tests/slurm $(ARGS)
 
 test-ray: $(STAMP) ray  ## a run in a real Ray of three hosts made of namespaces, of which some are killed; needs root
-	NEED_RAY=1 $(BIN)/python -m pytest -n 0 tests/ray $(ARGS)
+	NEED_RAY=1 $(BIN)/python -m pytest -n 0 tests/ray tests/unit/launch/test_ray.py $(ARGS)
 
 faults: $(STAMP)  ## every fault of the matrix against real runs; under an hour on two cores
 	$(BIN)/python -m tools.faults $(ARGS)

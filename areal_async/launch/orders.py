@@ -1,13 +1,14 @@
-"""The launcher's side of the orders of operators: it ends the run when one says so."""
+"""The launcher's side of the orders of operators: it ends the run when one says so, and has nodes on other hosts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from areal_async.bus import Bus
-from areal_async.launch.supervisor import Notify
-from areal_async.protocol.run_state import Control
-from areal_async.protocol.subjects import CONTROL
+from areal_async.launch.backend import Backend
+from areal_async.launch.supervisor import Notify, ProcessGroup, RunSupervisor
+from areal_async.protocol.run_state import Control, OrderedHosts
+from areal_async.protocol.subjects import CONTROL, HOSTS
 
 
 async def take_back_stop(bus: Bus) -> None:
@@ -31,3 +32,58 @@ async def run_stop_orders(bus: Bus, *, stop: Callable[[], None], notify: Notify)
     async for control in bus.watch_key(CONTROL, Control):
         if control.is_stopping:
             stop()
+
+
+class NodesOfHosts:
+    """Which host has which node. Invariant: a host that comes back has the node that it had, with its id."""
+
+    def __init__(
+        self, groups: Sequence[ProcessGroup], *, backend: Backend, make_node: Callable[[str, str], ProcessGroup]
+    ) -> None:
+        """Take all groups of a run, nodes after the first and before the last.
+
+        Args:
+            make_node: makes the group of one more node, of an id and a host.
+        """
+        self._first, *planned, self._last = groups
+        self._backend = backend
+        self._make_node = make_node
+        self._num_planned = len(planned)
+        self._by_host = {spec.host or backend.hosts[0]: node for node in planned for spec in node.make_specs()}
+        self._running: list[str] = []
+        """Names of the nodes that there are."""
+
+    async def begin(self, bus: Bus) -> list[ProcessGroup]:
+        """Return all groups of a run that starts, with what was ordered before."""
+        ordered = (await bus.get(HOSTS, OrderedHosts))[0] or OrderedHosts()
+        return [self._first, *self._follow(ordered), self._last]
+
+    async def run(self, bus: Bus, supervisor: RunSupervisor) -> None:
+        """Have a node on each host that is wanted, and none on the others.
+
+        consumes:     the key ``hosts``
+        waits for:    its next change, and the end of what was removed
+        produces:     nodes, and their ends
+        unblocked by: cancellation; a node that does not end is killed
+        """
+        async for ordered in bus.watch_key(HOSTS, OrderedHosts):
+            before = self._running
+            wanted = self._wanted(ordered)
+            for name in before:
+                if name not in {group.name for group in wanted}:
+                    await supervisor.remove(name)
+            for group in self._follow(ordered):
+                supervisor.add(group)
+
+    def _follow(self, ordered: OrderedHosts) -> list[ProcessGroup]:
+        wanted = self._wanted(ordered)
+        self._backend.set_hosts(ordered)
+        self._running = [group.name for group in wanted]
+        return wanted
+
+    def _wanted(self, ordered: OrderedHosts) -> list[ProcessGroup]:
+        added = [host for host in ordered.added if host not in self._backend.hosts]
+        for number, host in enumerate(added, self._num_planned):
+            if host not in self._by_host:
+                self._by_host[host] = self._make_node(str(number), host)
+        return [group for host, group in self._by_host.items() if host not in ordered.removed]

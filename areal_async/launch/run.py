@@ -21,8 +21,7 @@ from areal_async.launch.blockages import run_blockages
 from areal_async.launch.heartbeat_lock import own_holder, run_beats, wait_released
 from areal_async.launch.lost import find_lost
 from areal_async.launch.membership import MembershipPublisher
-from areal_async.launch.ordered_hosts import NodesOfHosts
-from areal_async.launch.orders import run_stop_orders, take_back_stop
+from areal_async.launch.orders import NodesOfHosts, run_stop_orders, take_back_stop
 from areal_async.launch.plan import node_on_host, plan_groups
 from areal_async.launch.reach import refuse_loopback
 from areal_async.launch.rotation import run_rotation

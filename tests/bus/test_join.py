@@ -37,6 +37,8 @@ SOON_S = 0.2
 class Sleepers:
     """Processes of this host that only sleep, whatever they were to do."""
 
+    hosts = LocalBackend.hosts
+
     def __init__(self) -> None:
         self.started: list[ProcessSpec] = []
 

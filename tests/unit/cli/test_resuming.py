@@ -261,6 +261,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "policies": JUDGED,
     "policies.*.kind": {"policies": {"judge": {"path": "judge"}}},
     "trainer.elastic": {"trainer": {"num_ranks": 2, "num_hosts": 2, "replicas": 2}},
+    "launch.num_hosts": {"launch": {"backend": "ray"}},
     "trainer.critic": {"algorithm": {"name": "ppo"}},
     "trainer.reference": {"algorithm": {"kl_coef": 0.1}},
     "model.critic": {"algorithm": {"name": "ppo"}},
@@ -280,6 +281,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 """What is recorded beside, for the settings that begin so to have an effect."""
 OTHERWISE: dict[str, Any] = {
+    "launch.remote_command": "other {host}",
     "tasks.*.workflow": "b.py", "tasks.*.dataset.seeds": [0, 5], "eval.dataset.seeds": [0, 5],
     "tasks.*.eval.dataset.seeds": [0, 5], "tasks.*.min_group_size": 3, "rollout.min_group_size": 3,
     "rollout.sampling.top_k": 16, "rollout.max_trajectory_bytes": 4 << 20, "rollout.template.arguments": {"x": 1},

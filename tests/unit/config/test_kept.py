@@ -36,7 +36,7 @@ MAY_CHANGE = {
         traces_key""",
     "health": "equal_rewards_steps logprob_gap untrained_batches",
     "endpoint": "host on_unsupported",
-    "launch": "backend hosts remote_command join_wait_s",
+    "launch": "backend hosts remote_command join_wait_s num_hosts cpus_per_host gpus_per_host",
     "bus": """url replicas credentials ca monitor_url host http_port port max_disk_bytes operation_deadline_s""",
 }
 """Section -> those of its settings that a start may say otherwise. Some have bounds (``resumed``)."""
