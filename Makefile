@@ -67,9 +67,7 @@ nightly: $(STAMP)  ## the longer proofs: each test on both event loops, every fa
 	$(BIN)/python -m tools.fuzz --inputs 1000000
 	$(BIN)/python -m tools.hostile --inputs 1000000 --processes 2
 	$(BIN)/python -m tools.explore_protocol --steps 2000000
-	$(BIN)/python -m tools.trace_layouts --model 72B --row-tokens 16384 --layers 8 --ranks 64 1024
-	$(BIN)/python -m tools.trace_layouts --model 72B --row-tokens 16384 --ranks 64 1024 \
-		--layouts "policy alone" "pipeline, tensor, replicas" "adapters, replicas"
+	$(BIN)/python -m tools.trace_layouts --model 72B --row-tokens 16384 --ranks 64 1024
 
 check: lint types site  ## format, lint, types, documents
 
