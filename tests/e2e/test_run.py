@@ -354,7 +354,8 @@ def test_broadcast_weights_are_on_policy_with_a_critic_and_a_reference_and_a_kil
     sent = events(run, "trainer-0", "weights.broadcast")
     assert sum(one["is_whole"] for one in sent) >= NUM_BROADCAST / 2, "most versions were to arrive by broadcast"
     sizes = [one["size"] for one in events(run, "trainer-0", "broadcast.group_made")]
-    assert sizes[0] == sizes[-1] == 3, "the server that was killed was to join again"
+    # Of the two servers one may be up before the other: then the first group has that one alone.
+    assert sizes[-2:] == [2, 3], "the server that was killed was to be left out, and to join again"
     assert run.lines[-1]["weights_version"] == f"1-{NUM_BROADCAST}"
 
 
