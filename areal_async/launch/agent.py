@@ -70,7 +70,7 @@ class Order(msgspec.Struct, omit_defaults=True):
         return ProcessSpec(name=self.name, command=self.command, environment=self.environment, output=output)
 
 
-class News(msgspec.Struct, omit_defaults=True):
+class AgentNews(msgspec.Struct, omit_defaults=True):
     """What has happened."""
 
     say: str
@@ -178,7 +178,7 @@ class AgentServer:
         self._lines = lines
         self._write = tell
         self._heard = anyio.current_time()
-        self._agent = Agent(lambda number, status, sentence: self._tell(News(ENDED, number, status, sentence)))
+        self._agent = Agent(lambda number, status, sentence: self._tell(AgentNews(ENDED, number, status, sentence)))
 
     async def run(self) -> None:
         """Obey until nobody gives orders any more."""
@@ -186,7 +186,7 @@ class AgentServer:
             hello = msgspec.json.decode(await anext(self._lines), type=Hello)
         os.environ.update(settle(hello, os.environ))
         os.chdir(hello.directory)
-        self._tell(News(BEAT, code=code_digest()))
+        self._tell(AgentNews(BEAT, code=code_digest()))
         async with self._agent.running(), anyio.create_task_group() as tasks:
             tasks.start_soon(self._run_beats, tasks.cancel_scope)
             await self._obey(tasks)
@@ -204,7 +204,7 @@ class AgentServer:
                 self._agent.order(order.number, order.do)
 
     async def _answer(self, order: Order) -> None:
-        self._tell(News(ANSWER, order.number, *await run_question(order.command)))
+        self._tell(AgentNews(ANSWER, order.number, *await run_question(order.command)))
 
     async def _run_beats(self, everything: anyio.CancelScope) -> None:
         """Say that this agent lives, and end it when nobody says so of the other side.
@@ -215,11 +215,11 @@ class AgentServer:
         unblocked by: cancellation alone
         """
         while anyio.current_time() < self._heard + SILENT_S:
-            self._tell(News(BEAT))
+            self._tell(AgentNews(BEAT))
             await anyio.sleep(BEAT_S)
         everything.cancel()
 
-    def _tell(self, news: News) -> None:
+    def _tell(self, news: AgentNews) -> None:
         self._write(msgspec.json.encode(news) + b"\n")
 
 

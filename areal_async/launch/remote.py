@@ -26,8 +26,8 @@ from areal_async.launch.agent import (
     SILENT_S,
     STACKS,
     TERMINATE,
+    AgentNews,
     Hello,
-    News,
     Order,
     code_digest,
 )
@@ -174,7 +174,7 @@ class Link:
             try:
                 with anyio.fail_after(SILENT_S):
                     line = await self._way.receive()
-                news = msgspec.json.decode(line, type=News)
+                news = msgspec.json.decode(line, type=AgentNews)
             except TimeoutError:
                 return f"its agent has said nothing for {SILENT_S:g} s"
             except msgspec.MsgspecError:

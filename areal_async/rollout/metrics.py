@@ -47,7 +47,7 @@ class Pace:
         self._noted.append((now_s, counters))
 
     def of(self, server: ServerHandle) -> dict[str, float | None]:
-        """Return its tokens per second over the last second, and its mean time to a first token over the last ten.
+        """Return its tokens per second since the last report, and its mean time to a first token over the last ten.
 
         The latter is None while no stream has begun.
         """
