@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from areal_async.config.settings import TrainerSettings
-from areal_async.doctor.preflight.memory import MARGIN, ModelSize
+from areal_async.doctor.preflight.memory import ModelSize
+from areal_async.inference.card_share import MARGIN
 from tools.decoder_shapes import QWEN2_5, DecoderShape, save_heads
 from tools.trace_layouts import ALONE, settings_of, trace
 

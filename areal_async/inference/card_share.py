@@ -12,6 +12,8 @@ import msgspec
 VARIABLE = "AREAL_CARD_SHARE"
 CHUNK_TOKENS = 2048
 """Prompt tokens that SGLang computes at once beside a trainer: its activations are what it takes beyond its share."""
+MARGIN = 0.9
+"""Share of the memory that an estimate may fill before it is called tight."""
 SPARE_BYTES = 5_000_000_000
 """What a server takes beyond its share: CUDA's context, graphs, activations.
 
@@ -24,7 +26,7 @@ class CardShare(msgspec.Struct, frozen=True):
     """The part of one server on each of its GPUs."""
 
     fraction: float
-    """Of the whole memory, for weights and cache: SGLang's ``--mem-fraction-static``."""
+    """Of the whole memory, for weights and cache."""
     cache_tokens: int
     """Tokens whose keys and values fit into it beside the weights."""
 
@@ -40,7 +42,13 @@ class CardShare(msgspec.Struct, frozen=True):
         return None if told is None else msgspec.json.decode(told, type=cls)
 
     def flags(self, *, is_sglang: bool) -> list[str]:
-        """Return what a server is told of it."""
+        """Return what a server is told of it.
+
+        SGLang takes ``--mem-fraction-static`` of what is free as it starts, and of that again what a trainer takes
+        while it loads: a fraction would mean less, or nothing, the sooner the trainer is there. So it gets nearly all
+        of that, and is told how many tokens it may take.
+        """
+        tokens = ["--max-total-tokens", str(self.cache_tokens)]
         if is_sglang:
-            return ["--mem-fraction-static", f"{self.fraction:.3f}", "--chunked-prefill-size", str(CHUNK_TOKENS)]
-        return ["--max-total-tokens", str(self.cache_tokens)]
+            return [*tokens, "--mem-fraction-static", f"{MARGIN:g}", "--chunked-prefill-size", str(CHUNK_TOKENS)]
+        return tokens

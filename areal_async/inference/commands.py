@@ -27,6 +27,8 @@ SGLANG_ON_CPU = (
 """SGLang's defaults want a GPU; ``inference.flags`` come later on the command line and win."""
 MEMORY_SAVER = "--enable-memory-saver"
 """SGLang's flag without which it releases nothing when it is told to."""
+UNEVEN_GPUS = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+"""Has SGLang start where the trainer has taken more of one of a server's GPUs so far than of another."""
 SGLANG_KEY = "--admin-api-key"
 NAME = "--served-model-name"
 NUM_NAME_BYTES = 8
@@ -89,6 +91,7 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
             arguments += ["--tp-size", str(inference.tensor_parallel)]
         if is_shared and inference.colocate == "release":
             arguments += [MEMORY_SAVER]
+        environment |= UNEVEN_GPUS if is_shared else {}
         if not gpus:
             arguments += SGLANG_ON_CPU
             environment |= {"OMP_NUM_THREADS": str(inference.num_threads)}

@@ -18,6 +18,7 @@ from areal_async.config.settings import Settings, TrainerSettings
 from areal_async.doctor.preflight.findings import PreflightFinding, error, gigabytes, good, warning
 from areal_async.doctor.preflight.machine import Gpu, Machine
 from areal_async.errors import UserError
+from areal_async.inference.card_share import MARGIN
 
 STATE_BYTES = 16
 """Per parameter: itself, its gradient and AdamW's two moments, all float32 and shared by the ranks."""
@@ -39,8 +40,6 @@ HEAD_CHUNK_BYTES = 1 << 30
 """Of a chunk's float32 logits at most (``trainer.engine.model``); a row of fewer tokens has fewer."""
 PROCESS_BYTES = 500_000_000
 """Of a process that has loaded torch and transformers, before any model."""
-MARGIN = 0.9
-"""Share of the memory that an estimate may fill before it is called tight."""
 NUM_BYTES = {"float32": 4, "bfloat16": 2}
 
 

@@ -10,9 +10,9 @@ from areal_async.config.settings import Settings
 from areal_async.doctor.preflight.findings import PreflightFinding, gigabytes, good
 from areal_async.doctor.preflight.inputs import check_models
 from areal_async.doctor.preflight.machine import Gpu, look_at_machine
-from areal_async.doctor.preflight.memory import MARGIN, ModelSize, bytes_of_rank
+from areal_async.doctor.preflight.memory import ModelSize, bytes_of_rank
 from areal_async.errors import UserError
-from areal_async.inference.card_share import SPARE_BYTES, CardShare
+from areal_async.inference.card_share import MARGIN, SPARE_BYTES, CardShare
 
 CHECK = "memory of shared GPUs"
 

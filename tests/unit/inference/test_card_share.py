@@ -6,16 +6,20 @@ import pytest
 
 from areal_async.config.settings import InferenceSettings, Settings
 from areal_async.inference.card_share import VARIABLE, CardShare
-from areal_async.inference.commands import server_command
+from areal_async.inference.commands import ServerCommand, server_command
 from areal_async.launch.plan import plan_groups
 from areal_async.launch.run_directory import RunDirectory
 
 SHARE = CardShare(fraction=0.4375, cache_tokens=123_456)
 
 
+def _server(backend: str, colocate: str | None, **inference: object) -> ServerCommand:
+    chosen = InferenceSettings.model_validate({"backend": backend, "colocate": colocate, **inference})
+    return server_command(Settings(inference=chosen), server_id="0-0", index=0)
+
+
 def _command(backend: str, colocate: str | None) -> tuple[str, ...]:
-    inference = InferenceSettings.model_validate({"backend": backend, "colocate": colocate})
-    return server_command(Settings(inference=inference), server_id="0-0", index=0).arguments
+    return _server(backend, colocate).arguments
 
 
 def _has(arguments: tuple[str, ...], *flags: str) -> bool:
@@ -39,11 +43,21 @@ def test_a_server_is_told_its_share_of_a_gpu_and_to_be_able_to_give_it_back(monk
 
     for colocate in ("split", "release"):
         sglang, embedded = _command("sglang", colocate), _command("embedded", colocate)
-        assert _has(sglang, "--mem-fraction-static", "0.438")
+        assert _has(sglang, "--max-total-tokens", "123456", "--mem-fraction-static", "0.9")
         assert _has(sglang, "--enable-memory-saver") is (colocate == "release")
         assert _has(embedded, "--max-total-tokens", "123456")
     apart = _command("sglang", None)
-    assert not _has(apart, "--mem-fraction-static", "0.438"), "as on a node that has joined from another host"
+    assert "--mem-fraction-static" not in apart, "as on a node that has joined from another host"
+
+
+def test_a_server_over_several_shared_gpus_does_not_mind_that_one_is_fuller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks load at their own pace; SGLang would end where one GPU has a tenth less free than another."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+    shared, apart = (_server("sglang", colocate, tensor_parallel=2) for colocate in ("release", None))
+
+    assert shared.environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
+    assert "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK" not in apart.environment
 
 
 def test_on_a_cpu_there_is_no_share_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,16 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from areal_async.config.settings import InferenceSettings, ModelSettings, Settings, TrainerSettings
 from areal_async.doctor.preflight.findings import Level
 from areal_async.doctor.preflight.machine import Gpu, Machine
-from areal_async.doctor.preflight.memory import MARGIN, ModelSize, check_memory
+from areal_async.doctor.preflight.memory import ModelSize, check_memory
 from areal_async.doctor.preflight.sharing import check_sharing, share_of
 from areal_async.errors import UserError
-from areal_async.inference.card_share import SPARE_BYTES
+from areal_async.inference.card_share import MARGIN, SPARE_BYTES
 from tests.unit.trainer.models import save_model
 
 ROOT = Path(__file__).parents[4]
@@ -141,6 +142,33 @@ def test_a_server_that_shares_a_gpu_has_what_the_trainer_leaves() -> None:
     assert release.fraction * 80e9 == pytest.approx(MARGIN * 80e9 - _peak(0) - SPARE_BYTES, rel=1e-6)
     assert split.cache_tokens == pytest.approx((split.fraction * 80e9 - 2 * 1.5437e9) / (2 * 28 * 256 * 2), rel=1e-3)
     assert both.startswith(f"{_peak(10_240) / 1e9:.1f} GB for a rank and 8.1 GB for a server without its cache, of 80")
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.0), (1.0, 1.0), (0.0, 1.0)])
+@pytest.mark.parametrize("num_bytes", [24 * 10**9, 80 * 10**9])
+def test_a_server_has_its_share_however_soon_the_trainer_takes_its_own(
+    before: float, after: float, num_bytes: int
+) -> None:
+    """By SGLang 0.5.23's own arithmetic: it looks what is free before it loads its weights, and after that.
+
+    Args:
+        before: share of what the trainer keeps that it has taken when the server looks first.
+        after: and when it looks again.
+    """
+    size = msgspec.structs.replace(QWEN_1B5, num_parameters=QWEN_1B5.num_parameters // 3)
+    settings = _shared("release", num_ranks=1, token_budget=8)
+    share, _ = share_of(settings, (Gpu("any", num_bytes, num_bytes),), {"actor": size})
+    flags = share.flags(is_sglang=True)
+    told = dict(zip(flags[::2], flags[1::2], strict=True))
+    trainer = TrainerSettings(num_ranks=1, token_budget=8).model_copy(update={"token_budget": 0})
+    kept = size.trainer_bytes(trainer, dtype="bfloat16")
+
+    free_at_first = num_bytes - before * kept
+    slack = free_at_first * (1 - float(told["--mem-fraction-static"]))
+    rest = num_bytes - after * kept - size.weights_bytes(dtype="bfloat16") - slack
+    num_tokens = min(rest // size.cache_bytes_per_token(dtype="bfloat16"), int(told["--max-total-tokens"]))
+
+    assert num_tokens == share.cache_tokens
 
 
 @pytest.mark.parametrize(
