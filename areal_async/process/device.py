@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from areal_async.errors import UserError
-from areal_async.process.host import visible_gpus
+from areal_async.process.host import MIG, visible_gpus
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,13 @@ def own_device(index: int = 0) -> "torch.device":
 
 def unseen_gpus(who: str, gpus: tuple[str, ...], *, torch: str, num_seen: int, need: int) -> str:
     """Return the sentence for a process whose torch does not see the GPUs that it was given."""
+    saw = f"{who}: got GPUs {','.join(gpus)}, of which torch {torch} sees {num_seen}, need {need}"
+    if num_seen and any(name.startswith(MIG) for name in gpus):
+        return (
+            f"{saw}: a process has one MIG device, whichever it is given; have one rank on a host (trainer.num_ranks) "
+            "and inference.tensor_parallel=1, or switch MIG off"
+        )
     return (
-        f"{who}: got GPUs {','.join(gpus)}, of which torch {torch} sees {num_seen}, need {need}; install a build of "
-        "torch for the CUDA of this driver (nvidia-smi names it), or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+        f"{saw}; install a build of torch for the CUDA of this driver (nvidia-smi names it), or set "
+        "CUDA_VISIBLE_DEVICES= to run on the CPU"
     )

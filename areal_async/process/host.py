@@ -18,6 +18,8 @@ from areal_async.errors import UserError
 
 PROBE_DEADLINE_S = 10.0
 DEVICES = Path("/dev")
+MIG = "MIG-"
+"""What the name of a part of a GPU begins with."""
 SIOCGIFADDR = 0x8915
 """Linux's question for the IPv4 address of an interface; a ``struct ifreq`` has it in bytes 20 to 24."""
 RENDEZVOUS = "RENDEZVOUS_ID"

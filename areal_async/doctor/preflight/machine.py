@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import resource
 import shutil
 import sys
@@ -81,17 +82,27 @@ def _gpus() -> tuple[Gpu, ...]:
     if not visible:
         return ()
     query = "--query-gpu=index,uuid,name,memory.total,memory.free"
-    return tuple(parse_gpus(ask_driver(query, "--format=csv,noheader,nounits"), visible))
+    whole = parse_gpus(ask_driver(query, "--format=csv,noheader,nounits"), visible)
+    return (*whole, *parse_mig_devices(ask_driver("-L"), visible))
 
 
 def parse_gpus(answer: str, visible: tuple[str, ...]) -> list[Gpu]:
-    """Read the driver's table: index, uuid, name, MiB in all, MiB free; leave out what is not visible."""
+    """Read the driver's table: index, uuid, name, MiB in all, MiB free; leave out what is not visible.
+
+    And what has no memory of its own, as in a machine whose processor shares it: there the driver gives no number.
+    """
     gpus = []
     for line in answer.splitlines():
         index, uuid, name, total, free = (part.strip() for part in line.split(","))
-        if index in visible or uuid in visible:
+        if (index in visible or uuid in visible) and total.isdecimal() and free.isdecimal():
             gpus.append(Gpu(name, int(total) * MEBIBYTE, int(free) * MEBIBYTE))
     return gpus
+
+
+def parse_mig_devices(answer: str, visible: tuple[str, ...]) -> list[Gpu]:
+    """Read the driver's list, which tells of the memory of a MIG device by its profile alone, and not what is free."""
+    found = re.findall(r"(MIG \S*?(\d+)gb\S*) .*UUID: (MIG-[^)]+)\)", answer)
+    return [Gpu(name, int(size) * 10**9, int(size) * 10**9) for name, size, uuid in found if uuid in visible]
 
 
 def _is_clock_kept() -> bool | None:

@@ -73,6 +73,19 @@ def test_a_process_that_was_given_gpus_does_not_compute_without_them(monkeypatch
     assert own_device(1) == torch.device("cpu")
 
 
+def test_a_process_that_sees_one_of_its_mig_devices_is_told_that_there_is_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA shows a process one of them, whatever it is given, and another build of torch none else."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-x,MIG-y")
+
+    assert own_device(0) == torch.device("cuda", 0)
+    with pytest.raises(UserError, match=r"got GPUs MIG-x,MIG-y, .* sees 1, need 2: a process has one MIG device, .*;"):
+        own_device(1)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the host is not asked")
 def test_the_interface_that_reaches_somebody_is_named() -> None:
     """Debian's name of a host resolves to 127.0.1.1: whoever listens there is reached by nobody else."""

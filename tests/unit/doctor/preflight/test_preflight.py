@@ -279,6 +279,29 @@ def test_only_visible_gpus_are_looked_at_by_number_or_name() -> None:
     table = "0, GPU-aa, NVIDIA H100, 81559, 80000\n1, GPU-bb, NVIDIA H100, 81559, 100\n"
     assert [gpu.free_bytes >> 20 for gpu in parse_gpus(table, ("1",))] == [100]
     assert [gpu.memory_bytes >> 20 for gpu in parse_gpus(table, ("GPU-aa",))] == [81559]
+    assert parse_gpus("0, GPU-cc, NVIDIA GB10, [N/A], [N/A]\n", ("0",)) == []
+
+
+def test_a_part_of_a_gpu_has_the_memory_of_its_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The driver's table has whole GPUs alone, and of one that is divided perhaps no numbers."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        """#!/bin/sh
+case $1 in
+-L) echo "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-a)"
+    echo "  MIG 3g.20gb     Device  0: (UUID: MIG-x)"
+    echo "  MIG 1g.5gb+me   Device  1: (UUID: MIG-y)";;
+*) echo "0, GPU-a, NVIDIA A100-SXM4-40GB, [Insufficient Permissions], [Insufficient Permissions]";;
+esac
+"""
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-y,MIG-x")
+
+    gpus = look_at_machine().gpus
+
+    assert [(gpu.name, gpu.memory_bytes) for gpu in gpus] == [("MIG 3g.20gb", 20 * 10**9), ("MIG 1g.5gb+me", 5 * 10**9)]
 
 
 def test_this_host_tells_what_it_has() -> None:
