@@ -14,6 +14,7 @@ Exits with 0 when all that this machine can run has passed, 1 when a step failed
 import argparse
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from areal_async.process.host import ask_driver, visible_gpus
+from areal_async.process.host import MIG, ask_driver, visible_gpus
 
 ROOT = Path(__file__).parents[1]
 PASS, FAIL, NOT_RUN = "pass", "FAIL", "not run"
@@ -36,6 +37,8 @@ FIGURE = "figure: "
 """What a test begins a line with that belongs into the report."""
 PACKAGES = ("torch", "transformers", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton", "sglang")
 TAIL_LINES = 30
+PASSED = re.compile(r"^=*\s*\d+ passed\b.* in [\d.]+s")
+"""Pytest's last line, where anything has passed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +94,7 @@ class Result:
 def main(given: Sequence[str] | None = None, *, steps: Sequence[Step] = STEPS) -> int:
     """Run the steps, print each as it ends, write the report, and return the exit status."""
     arguments = _parser().parse_args(given)
-    num_gpus = max(step.num_gpus for step in steps) if arguments.rehearse else len(visible_gpus())
+    num_gpus = max(step.num_gpus for step in steps) if arguments.rehearse else num_usable_gpus()
     results: list[Result] = []
     fallen = ""
     for step in steps:
@@ -109,6 +112,12 @@ def main(given: Sequence[str] | None = None, *, steps: Sequence[Step] = STEPS) -
         arguments.report.write_text(_report(results, sentence), encoding="utf-8")
     print(sentence)
     return _status(results)
+
+
+def num_usable_gpus() -> int:
+    """Return how many GPUs a process can have at once: of MIG devices one, whichever it is given."""
+    gpus = visible_gpus()
+    return 1 if any(name.startswith(MIG) for name in gpus) else len(gpus)
 
 
 def sglang_python() -> str | None:
@@ -153,7 +162,8 @@ def judge(step: Step, status: int | None, output: str, seconds: float) -> Result
     figures = [line.removeprefix(FIGURE).strip() for line in lines if line.startswith(FIGURE)]
     skipped = [line[line.index("not run: ") :] for line in lines if line.startswith("SKIPPED") and "not run: " in line]
     if status == 0:
-        has_passed = any(" passed" in line for line in lines[-1:])
+        # What a process of it says as it ends may come behind pytest's last line.
+        has_passed = any(PASSED.search(line) for line in lines)
         return Result(step, PASS if has_passed else NOT_RUN, seconds, (*figures, *skipped))
     why = f"longer than {step.deadline_s:g} s" if status is None else f"pytest ended with {status}"
     return Result(step, FAIL, seconds, (*figures, why, *lines[-TAIL_LINES:]))

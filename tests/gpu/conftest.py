@@ -8,14 +8,14 @@ import pytest
 from areal_async.process.host import visible_gpus
 from tests.gpu.machine import DEVICE
 from tests.unit.trainer.rank_workers import RankWorkers
-from tools.gpu_hour import STEPS, sglang_python
+from tools.gpu_hour import STEPS, num_usable_gpus, sglang_python
 
 FOLDER = Path(__file__).parent
 _steps = {step.file: step for step in STEPS}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    num_gpus = len(visible_gpus()) if DEVICE == "cuda" else max(step.num_gpus for step in STEPS)
+    num_gpus = num_usable_gpus() if DEVICE == "cuda" else max(step.num_gpus for step in STEPS)
     for item in items:
         if item.path.parent != FOLDER:
             continue

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from areal_async.process.host import visible_gpus
 from tests.gpu.machine import DEVICE, device, report
+from tools.gpu_hour import num_usable_gpus
 
 
 def test_torch_sees_the_gpus_that_are_counted_here() -> None:
     if DEVICE == "cuda":
         assert torch.cuda.is_available(), "torch sees no GPU: is it a build for CUDA, and does the driver suit it?"
-        assert torch.cuda.device_count() == len(visible_gpus())
+        assert torch.cuda.device_count() == num_usable_gpus()
         assert torch.cuda.is_bf16_supported()
         report(f"CUDA {torch.version.cuda}, nccl {torch.cuda.nccl.version()}")
 

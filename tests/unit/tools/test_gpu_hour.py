@@ -34,6 +34,13 @@ def test_without_a_gpu_it_runs_to_its_end_and_says_what_each_step_needs(
         assert text.count("not run: needs 1 GPU, got 0") + text.count("not run: needs 2 GPUs, got 0") == len(STEPS)
 
 
+def test_of_mig_devices_a_step_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-x,MIG-y")
+    assert gpu_hour.num_usable_gpus() == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-x,GPU-y")
+    assert gpu_hour.num_usable_gpus() == 2
+
+
 def test_a_step_that_others_stand_on_ends_the_hour_when_it_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([], steps=(GROUND, HOUSE)) == 1
 
@@ -89,6 +96,7 @@ def test_what_a_late_step_leaves_behind_holds_up_nothing(
          ("not run: needs 4 GPUs, got 2",)),
         (0, "SKIPPED [1] a.py: not run: needs 4 GPUs, got 2\n1 skipped in 1s", NOT_RUN,
          ("not run: needs 4 GPUs, got 2",)),
+        (0, "2 passed, 1 warning in 75.1s (0:01:15)\n[rank0]: what a process says as it ends", PASS, ()),
         (1, "figure: 0.3\nE assert\n1 failed in 1s", FAIL,
          ("0.3", "pytest ended with 1", "figure: 0.3", "E assert", "1 failed in 1s")),
         (None, "hanging", FAIL, ("longer than 100 s", "hanging")),
