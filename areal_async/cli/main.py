@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from areal_async.errors import PipelineError, UserError, leaves_of
 from areal_async.process.gc_pauses import importing
+from areal_async.process.host import take_gpus
 from areal_async.process.plain_text import escaped
 from areal_async.process.stdio import loss, program, say
 
@@ -277,6 +278,7 @@ VERBS = {
 def main(arguments: Sequence[str]) -> int:
     """Run one verb and return the exit status."""
     try:
+        take_gpus()
         return _dispatch(arguments)
     except KeyboardInterrupt:
         return INTERRUPTED

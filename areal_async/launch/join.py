@@ -25,7 +25,7 @@ from areal_async.errors import BusError, PipelineError, UnreachableError, UserEr
 from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
 from areal_async.launch.heartbeat_lock import BEAT_S, NUM_MISSED, held, next_word, run_beats
-from areal_async.launch.plan import FIRST_NODE, node_group, share_gpus
+from areal_async.launch.plan import FIRST_NODE, Place, node_group, share_gpus
 from areal_async.launch.rotation import run_rotation
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Notify, RunEnd, RunSupervisor
@@ -243,7 +243,7 @@ class _Guest:
     def _supervisor(self, settings: Settings, directory: RunDirectory, bus: Bus) -> RunSupervisor:
         gpus = visible_gpus()
         share_gpus(gpus, num_inference=settings.num_inference_gpus, num_trainer=0)  # refuses too few
-        group = node_group(settings, directory, node_id=self._node_id, gpus=gpus)
+        group = node_group(settings, directory, node_id=self._node_id, place=Place(None, gpus))
 
         async def read_failure() -> str | None:
             state, _ = await bus.get(RUN_STATE, RunState)

@@ -17,7 +17,7 @@ from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.blockages import excuse_for
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import ProcessGroup
-from areal_async.process.host import LOOPBACK, RENDEZVOUS, far_port, free_port
+from areal_async.process.host import LOOPBACK, PLACES, RENDEZVOUS, far_port, free_port
 
 NOWHERE: Mapping[str, str] = MappingProxyType({})
 FIRST_NODE = "0"
@@ -66,7 +66,7 @@ def plan_groups(
     places = _Places.of(settings, gpus=gpus, hosts=hosts)
 
     def trainer_specs() -> list[ProcessSpec]:
-        base = role_spec(directory, "trainer", "trainer", num_threads=settings.trainer.num_threads, gpus=None)
+        base = role_spec(directory, "trainer", "trainer", num_threads=settings.trainer.num_threads, place=ANYWHERE)
         chosen = places.of_ranks(absent)
         num_ranks = settings.trainer.ranks_per_host * len(chosen)
         return rank_specs(
@@ -95,8 +95,7 @@ def plan_groups(
                 settings,
                 directory,
                 node_id=str(index),
-                gpus=place.gpus,
-                host=place.host,
+                place=place,
                 work_done=work_done,
                 share=share,
             )
@@ -104,7 +103,7 @@ def plan_groups(
         ),
         ProcessGroup(
             name="controller",
-            make_specs=lambda: [role_spec(directory, "controller", "controller", num_threads=1, gpus=())],
+            make_specs=lambda: [role_spec(directory, "controller", "controller", num_threads=1, place=NO_GPUS)],
             work_done=work_done,
             stop_deadline_s=CONTROLLER_STOP_S,
             ends_run=True,
@@ -167,9 +166,22 @@ def _check_num_hosts(trainer: EngineSettings, hosts: Sequence[str]) -> None:
 class Place(NamedTuple):
     """Where a process is."""
 
-    host: str
+    host: str | None
+    """None is the launcher's."""
     gpus: Sequence[str] | None
     """None leaves it those that the host gives."""
+    numbers: Sequence[int] = ()
+    """Which of the latter it is to see, counted from 0; all of them where there are none."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What tells a process of its GPUs."""
+        if self.gpus is not None:
+            return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
+        return {PLACES: ",".join(map(str, self.numbers))} if self.numbers else {}
+
+
+ANYWHERE, NO_GPUS = Place(None, None), Place(None, ())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +191,8 @@ class _Places:
     hosts: Sequence[str]
     num_hosts: int
     """Hosts that have ranks."""
+    gpus: Sequence[str]
+    """All of the launcher's host."""
     served: Sequence[str]
     """GPUs of a node beside ranks; on a host of its own it takes what there is."""
     spare: Sequence[str]
@@ -211,6 +225,7 @@ class _Places:
         return cls(
             hosts=hosts,
             num_hosts=trainer.num_hosts,
+            gpus=gpus,
             served=served,
             spare=spare,
             trained=trained,
@@ -223,7 +238,7 @@ class _Places:
         """Hosts without ranks have one each; where there is none, every host does."""
         if others := self.hosts[self.num_hosts :]:
             return [Place(host, None) for host in others]
-        return [Place(host, (*self.served, *self.spare)) for host in self.hosts]
+        return [self._place(host, (*self.served, *self.spare)) for host in self.hosts]
 
     def of_ranks(self, absent: Container[str]) -> list[Place]:
         """Return a place for each host that is to have ranks now: another one for what is gone, if one has room."""
@@ -231,15 +246,21 @@ class _Places:
         present = [host for host in (*first, *(others if self.has_room else ())) if host not in absent]
         awaited = [] if self.is_elastic else [host for host in first if host in absent]
         chosen = [*present, *awaited][: self.num_hosts]
-        return [Place(host, self._gpus_on(host)) for host in chosen]
+        return [self._place_of_ranks(host) for host in chosen]
 
-    def _gpus_on(self, host: str) -> Sequence[str] | None:
-        if host == self.hosts[0] or len(self.hosts) == self.num_hosts or not self.trained:
-            return self.trained  # none, where the first host has none: ranks compute alike
+    def _place_of_ranks(self, host: str) -> Place:
+        if len(self.hosts) == self.num_hosts:
+            return self._place(host, self.trained)
         if host in self.hosts[self.num_hosts :]:  # beside a node, which takes the first ones
             num_served = len(self.served)
-            return [str(number) for number in range(num_served, num_served + len(self.trained))]
-        return None
+            return self._place(host, self.gpus[num_served : num_served + len(self.trained)])
+        return self._place(host, self.trained) if host == self.hosts[0] or not self.trained else Place(host, None)
+
+    def _place(self, host: str, gpus: Sequence[str]) -> Place:
+        """Return a place with these of the first host's GPUs; none, where it has none: ranks compute alike."""
+        if host == self.hosts[0] or not gpus:
+            return Place(host, gpus)
+        return Place(host, None, [self.gpus.index(gpu) for gpu in gpus])
 
 
 def node_group(
@@ -247,15 +268,14 @@ def node_group(
     directory: RunDirectory,
     *,
     node_id: str,
-    gpus: Sequence[str] | None,
-    host: str | None = None,
+    place: "Place",
     work_done: Callable[[], int] | None = None,
     share: CardShare | None = None,
 ) -> ProcessGroup:
     """Return the process group of one node, which reads its settings and the broker's address from ``directory``."""
     name = f"node-{node_id}"
     num_threads = settings.inference.num_threads
-    spec = role_spec(directory, name, "node", "--node-id", node_id, num_threads=num_threads, gpus=gpus, host=host)
+    spec = role_spec(directory, name, "node", "--node-id", node_id, num_threads=num_threads, place=place)
     if share is not None:
         spec = replace(spec, environment={**spec.environment, **share.environment})
     return ProcessGroup(
@@ -269,9 +289,8 @@ def node_group(
 
 def node_on_host(settings: Settings, directory: RunDirectory, node_id: str, host: str) -> ProcessGroup:
     """Return the process group of a node on one more host, where it has all GPUs."""
-    return node_group(
-        settings, directory, node_id=node_id, gpus=None, host=host, work_done=lambda: directory.checkpointed_step
-    )
+    place = Place(host, None)
+    return node_group(settings, directory, node_id=node_id, place=place, work_done=lambda: directory.checkpointed_step)
 
 
 def role_spec(
@@ -279,16 +298,14 @@ def role_spec(
     name: str,
     *arguments: str,
     num_threads: int,
-    gpus: Sequence[str] | None,
-    host: str | None = None,
+    place: "Place",
 ) -> ProcessSpec:
-    """Return how a verb that is one process of a run is started; ``gpus`` None leaves it those of its host."""
-    chosen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    """Return how a verb that is one process of a run is started."""
     return ProcessSpec(
         name=name,
         command=(sys.executable, "-m", "areal_async", *arguments, "--run-directory", str(directory.path)),
-        environment={"OMP_NUM_THREADS": str(num_threads), **chosen},
-        host=host,
+        environment={"OMP_NUM_THREADS": str(num_threads), **place.environment},
+        host=place.host,
         output=directory.logs / f"{name}.out",
     )
 
@@ -309,7 +326,7 @@ def rank_specs(
         address: where the launcher's host is reached from all of them.
         addresses: where those are that are not the launcher's.
     """
-    far, per_host = addresses.get(places[0].host), num_ranks // len(places)
+    far, per_host = addresses.get(places[0].host or LOOPBACK), num_ranks // len(places)
     port = free_port(setting="trainer", host=address) if far is None else far_port()
     shared = {
         "WORLD_SIZE": str(num_ranks),
@@ -323,8 +340,7 @@ def rank_specs(
     for rank in range(num_ranks):
         place = places[rank // per_host]
         environment = {**base.environment, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank % per_host)}
-        if place.gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+        environment |= place.environment
         if place.gpus != () and not any(name in os.environ for name in ALLOCATOR):
             environment[ALLOCATOR[0]] = EXPANDABLE
         output = directory / f"{base.name}-{rank}.out"

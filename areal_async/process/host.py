@@ -18,6 +18,9 @@ from areal_async.errors import UserError
 
 PROBE_DEADLINE_S = 10.0
 DEVICES = Path("/dev")
+PLACES = "AREAL_GPU_PLACES"
+"""Environment variable of a process on another host than its launcher's: which GPUs it is to see, counted from 0 among
+those that this host gives. What they are called is known there alone."""
 MIG = "MIG-"
 """What the name of a part of a GPU begins with."""
 SIOCGIFADDR = 0x8915
@@ -47,6 +50,24 @@ def visible_gpus() -> tuple[str, ...]:
         return _driver_gpus()
     names = (name.strip() for name in allowed.split(","))
     return tuple(takewhile(lambda name: name not in ("", "-1"), names))  # CUDA stops there too
+
+
+def take_gpus() -> None:
+    """Have this process see those of its host's GPUs whose places its launcher, on another host, has told it.
+
+    Raises:
+        UserError: this host has fewer.
+    """
+    told = os.environ.pop(PLACES, None)
+    if told is None:
+        return
+    gpus, places = visible_gpus(), [int(place) for place in told.split(",")]
+    if max(places) >= len(gpus):
+        raise UserError(
+            f"GPUs: got {len(gpus)} on host {socket.gethostname()}, need {max(places) + 1}, as the first host of the "
+            "run has them; leave it out, or lower trainer.num_ranks or inference.num_servers"
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[place] for place in places)
 
 
 @cache

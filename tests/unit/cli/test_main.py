@@ -9,6 +9,7 @@ import pytest
 
 from areal_async.cli.main import VERBS, expected_error, main, split_overrides
 from areal_async.errors import BusError, PipelineError, UserError
+from areal_async.process.host import PLACES
 
 HEAVY = {"anyio", "nats", "numpy", "pydantic", "rich", "structlog", "textual", "torch", "transformers"}
 
@@ -188,3 +189,14 @@ def test_whoever_reads_no_more_of_it_sees_no_traceback(code: str, status: int, l
 
     os.close(writer)
     assert (done.returncode, done.stderr) == (status, last)
+
+
+def test_a_process_is_started_with_the_gpus_that_its_launcher_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything asks how many there are."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a")
+    monkeypatch.setenv(PLACES, "1")
+
+    assert main(["trainer", "--run-directory", "/nowhere"]) == UserError.exit_code
+    assert "GPUs: got 1 on host" in capsys.readouterr().err

@@ -8,8 +8,10 @@ import pytest
 
 from areal_async.config.settings import InferenceSettings, PolicySettings, Settings, TrainerSettings
 from areal_async.errors import UserError
+from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.plan import plan_groups, share_gpus
 from areal_async.launch.run_directory import RunDirectory
+from areal_async.process.host import PLACES
 
 FOUR = ("0", "1", "2", "3")
 
@@ -135,6 +137,11 @@ def test_of_several_hosts_the_first_trains_with_all_its_gpus_and_the_others_gene
         plan_groups(settings, RunDirectory(tmp_path), gpus=FOUR[:3], hosts=hosts)
 
 
+def _gpus_of(spec: ProcessSpec) -> tuple[str | None, str | None]:
+    """Return which it is to see, by their names and by their places among its host's."""
+    return spec.environment.get("CUDA_VISIBLE_DEVICES"), spec.environment.get(PLACES)
+
+
 def _hosts_of_ranks(settings: Settings, directory: Path, hosts: tuple[str, ...], **keywords: Any) -> list[Any]:
     trainer, *_ = plan_groups(settings, RunDirectory(directory), hosts=hosts, **keywords)
     taken = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES")
@@ -176,12 +183,24 @@ def test_ranks_find_the_first_of_them_where_it_is_and_not_at_the_launcher(tmp_pa
 def test_where_no_host_is_left_over_each_shares_its_gpus_between_its_node_and_its_ranks(tmp_path: Path) -> None:
     settings = Settings(trainer=TrainerSettings(num_ranks=4, num_hosts=2))
 
-    _, *nodes, _ = plan_groups(settings, RunDirectory(tmp_path), gpus=FOUR, hosts=("a", "b"))
+    gpus = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+    trainer, *nodes, _ = plan_groups(settings, RunDirectory(tmp_path), gpus=gpus, hosts=("a", "b"))
 
-    ranks = _hosts_of_ranks(settings, tmp_path, ("a", "b"), gpus=FOUR)
-    assert [(host, gpus) for host, *_, gpus in ranks] == [("a", "1,2"), ("a", "1,2"), ("b", "1,2"), ("b", "1,2")]
-    specs = [spec for group in nodes for spec in group.make_specs()]
-    assert [(one.host, one.environment["CUDA_VISIBLE_DEVICES"]) for one in specs] == [("a", "0,3"), ("b", "0,3")]
+    trainer_and_nodes = [spec for group in (trainer, *nodes) for spec in group.make_specs()]
+    assert [(spec.name, spec.host, *_gpus_of(spec)) for spec in trainer_and_nodes] == [
+        ("trainer-0", "a", "GPU-b,GPU-c", None),
+        ("trainer-1", "a", "GPU-b,GPU-c", None),
+        ("trainer-2", "b", None, "1,2"),  # what they are called is known there alone
+        ("trainer-3", "b", None, "1,2"),
+        ("node-0", "a", "GPU-a,GPU-d", None),
+        ("node-1", "b", None, "0,3"),
+    ]
+    specs = [
+        spec
+        for group in plan_groups(settings, RunDirectory(tmp_path), gpus=(), hosts=("a", "b"))
+        for spec in group.make_specs()
+    ]
+    assert [_gpus_of(spec) for spec in specs] == [("", None)] * len(specs), "without any, none has some"
 
 
 @pytest.mark.parametrize(
@@ -198,10 +217,11 @@ def test_a_host_that_is_gone_is_left_out_where_another_one_has_room(
     tmp_path: Path, gpus: tuple[str, ...], absent: tuple[str, ...], chosen: list[str]
 ) -> None:
     settings = Settings(trainer=TrainerSettings(num_ranks=4, num_hosts=2), inference=InferenceSettings(num_servers=2))
-    ranks = _hosts_of_ranks(settings, tmp_path, ("a", "b", "c", "d"), gpus=gpus, absent=absent)
+    trainer, *_ = plan_groups(settings, RunDirectory(tmp_path), hosts=("a", "b", "c", "d"), gpus=gpus, absent=absent)
+    ranks = trainer.make_specs()
 
-    assert [host for host, *_ in ranks[::2]] == chosen
-    assert [gpus for host, *_, gpus in ranks if host == "c"] == (["2,3"] * 2 if "c" in chosen else [])
+    assert [spec.host for spec in ranks[::2]] == chosen
+    assert [_gpus_of(spec) for spec in ranks if spec.host == "c"] == [(None, "2,3")] * 2 * ("c" in chosen)
 
 
 def test_an_elastic_trainer_begins_on_the_hosts_that_are_there_and_anew_once_they_are_others(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """GPUs that are hidden are not seen, and a port that is taken is named."""
 
+import os
 import random
 import re
 import socket
@@ -12,7 +13,15 @@ import torch
 from areal_async.errors import UserError
 from areal_async.process import host
 from areal_async.process.device import own_device
-from areal_async.process.host import LOOPBACK, check_address, free_port, interface_towards, visible_gpus
+from areal_async.process.host import (
+    LOOPBACK,
+    PLACES,
+    check_address,
+    free_port,
+    interface_towards,
+    take_gpus,
+    visible_gpus,
+)
 from tests.gpu_drivers import Driver
 
 
@@ -58,6 +67,27 @@ def test_gpus_without_the_drivers_program_are_counted_as_cuda_does(
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == ()
+
+
+def test_a_process_takes_those_of_its_hosts_gpus_whose_places_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, driver: Driver
+) -> None:
+    driver(GPU.format(0, "a"), MIG.format(0, "x"), MIG.format(1, "y"), GPU.format(1, "b"))
+    monkeypatch.setenv(PLACES, "1,2")
+    take_gpus()
+    assert visible_gpus() == ("MIG-y", "1"), "as the driver has them"
+    assert PLACES not in os.environ, "what it starts counts among these"
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-b")
+    monkeypatch.setenv(PLACES, "0,2")
+    take_gpus()
+    assert visible_gpus() == ("4", "GPU-b"), "as the host's own variable has them"
+
+    monkeypatch.setenv(PLACES, "2")
+    with pytest.raises(UserError, match=r"GPUs: got 2 on host \S+, need 3, as the first host of the run has them; "):
+        take_gpus()
+    take_gpus()
+    assert visible_gpus() == ("4", "GPU-b"), "who is told nothing keeps them all"
 
 
 def test_a_process_that_was_given_gpus_does_not_compute_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
