@@ -34,6 +34,7 @@ SILENT_S = 75.0
 QUESTION_DEADLINE_S = 60.0
 MAX_READ_BYTES = 1 << 16
 START, TERMINATE, KILL, STACKS, RUN, BEAT = "start", "terminate", "kill", "stacks", "run", "beat"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 ENDED, ANSWER = "ended", "answer"
 
 
@@ -154,8 +155,15 @@ def code_digest() -> str:
 
 
 def settle(hello: Hello, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment to work in: that of who asks, but for what this host says itself. Pure."""
-    return {**hello.environment, **environment}
+    """Return the environment to work in: that of who asks, but for what this host says itself. Pure.
+
+    And but for GPUs that who asks names otherwise than by numbers: there are none of these names here.
+    """
+    asked = dict(hello.environment)
+    names = [name.strip() for name in asked.get(VISIBLE, "").split(",")]
+    if any(name and not name.removeprefix("-").isdecimal() for name in names):
+        del asked[VISIBLE]
+    return {**asked, **environment}
 
 
 async def read_lines(descriptor: int) -> AsyncIterator[bytes]:

@@ -25,13 +25,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from areal_async.config.launch import LaunchSettings
 from areal_async.errors import UserError
-from areal_async.launch.agent import AgentServer
+from areal_async.launch.agent import VISIBLE, AgentServer
 from areal_async.launch.backend import Process, ProcessSpec
 from areal_async.launch.remote import FAREWELL_S, AgentLostError, AgentsBackend
 from areal_async.process.host import LOOPBACK, visible_gpus
 from areal_async.process.plain_text import escaped
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 ROOM_S = 5.0
 """For a cluster with room to place the bundles."""
 ACTOR_S = 60.0

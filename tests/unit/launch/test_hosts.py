@@ -15,7 +15,7 @@ import pytest
 
 from areal_async.config.launch import LaunchSettings
 from areal_async.launch import agent
-from areal_async.launch.agent import AgentServer, Hello, Order, read_lines, settle, write_all
+from areal_async.launch.agent import VISIBLE, AgentServer, Hello, Order, read_lines, settle, write_all
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.hosts import HostsBackend
 from areal_async.launch.remote import LOST_STATUS
@@ -151,3 +151,19 @@ async def test_what_a_host_says_itself_stands(own: Mapping[str, str], taken: str
     told = settle(Hello(directory="/", environment={"GPUS": "1,2", "HUB": "mirror"}), own)
 
     assert (told["GPUS"], told["HUB"]) == (taken, "mirror")
+
+
+@pytest.mark.parametrize(
+    ("asked", "here", "seen"),
+    [
+        ("GPU-a,GPU-b", None, None), ("MIG-a", "1", "1"), ("0,1", None, "0,1"), ("", None, ""), ("-1", None, "-1"),
+        ("0", "2,3", "2,3"), (None, None, None),
+    ],
+)  # fmt: skip
+def test_a_host_has_no_gpus_of_the_names_that_the_launchers_have(
+    asked: str | None, here: str | None, seen: str | None
+) -> None:
+    """Nor does it lack any that it has: a run that is to have no GPUs has none anywhere."""
+    told, own = ({} if names is None else {VISIBLE: names} for names in (asked, here))
+
+    assert settle(Hello(directory="/", environment=told), own).get(VISIBLE) == seen
