@@ -93,6 +93,8 @@ class Updater:
         self._api = api
         self._around = around
         self._group = ""
+        self._adapter = ""
+        """Version of the first adapter that was announced to a server which takes none."""
         self.is_updating = False
         """It is paused, or about to be, and cannot be expected to be healthy."""
 
@@ -105,7 +107,7 @@ class Updater:
         unblocked by: an announcement
 
         Raises:
-            UserError: an adapter is announced, and the servers take none.
+            UserError: adapters are announced, and the servers take none.
         """
         if self._around.is_frozen:
             return await self._run_frozen()
@@ -123,10 +125,8 @@ class Updater:
                 await self._around.target.changed.wait(num_seen)
                 continue
             if order.kind == ADAPTER and choose_backend(self._around.settings) == "sglang":
-                raise UserError(
-                    f"weights {order.version}: got an adapter, and this node's servers are SGLang's, which take whole "
-                    "weights; set trainer.lora.transfer to merged"
-                )
+                await self._wait_for_whole(order, num_seen)
+                continue
             try:
                 with (
                     wait_graph.on(
@@ -196,6 +196,26 @@ class Updater:
         ):
             with anyio.move_on_after(STAGING_RETRY_S):
                 await self._around.target.changed.wait(num_seen)
+
+    async def _wait_for_whole(self, order: WeightsVersion, num_seen: int) -> None:
+        """Leave an adapter alone: it may be what a trainer with other servers has left, and the next is whole.
+
+        Args:
+            num_seen: announcements before this version was chosen; another one ends the wait.
+
+        Raises:
+            UserError: this is the next one.
+        """
+        if self._adapter not in ("", order.version):
+            raise UserError(
+                f"weights {order.version}: got an adapter, and this node's servers are SGLang's, which take whole "
+                "weights; set trainer.lora.transfer to merged"
+            )
+        self._adapter = order.version
+        with wait_graph.on(
+            wait_graph.weights(order.version), "whole ones after", waiter=wait_graph.server(self._server.id)
+        ):
+            await self._around.target.changed.wait(num_seen)
 
     def _next(self) -> WeightsVersion | None:
         """Choose the version to change to now; None while there is none that this server could take."""

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,7 +28,7 @@ from areal_async.inference.http import ServerApi, make_client
 from areal_async.inference.pool import ServerPool
 from areal_async.inference.updates import FleetContext, Updater
 from areal_async.inference.verify import Verifier
-from areal_async.protocol.types import ADAPTER, WeightsVersion
+from areal_async.protocol.types import ADAPTER, DISK, WeightsVersion
 from tests.unit.inference.embedded_engine import Server, prompt_of, reference_logprobs
 
 RANK, ALPHA = 4, 8.0
@@ -216,7 +218,9 @@ def test_requests_go_on_under_an_adapter_and_their_tokens_name_both_versions(
 
 
 @pytest.mark.anyio
-async def test_a_node_whose_servers_take_no_adapters_ends_and_says_what_to_set() -> None:
+@pytest.mark.parametrize("kind", [ADAPTER, DISK])
+async def test_a_node_whose_servers_take_no_adapters_ends_unless_whole_weights_follow(kind: str) -> None:
+    """A run of embedded servers goes on with SGLang's: its last adapter is still announced, then taken over."""
     pool = ServerPool(["s0"], deadline_s=60)
 
     async def publish(server: object) -> None:
@@ -228,9 +232,24 @@ async def test_a_node_whose_servers_take_no_adapters_ends_and_says_what_to_set()
         verifier=Verifier(has_sha256=True),
         publish=publish,
     )
-    around.target.announce(WeightsVersion(version="1-0", path="/w", kind=ADAPTER))
-    async with make_client(max_connections=1) as http:
-        updater = Updater(pool.servers["s0"], ServerApi(http, "http://127.0.0.1:1"), around)
+    left = WeightsVersion(version="1-5", path="/w", kind=ADAPTER)
+    around.target.announce(left)
+    follow = (msgspec.structs.replace(left, taken_by=2), WeightsVersion(version="2-5", path="/w", kind=kind))
+    ends: list[str] = []
 
-        with pytest.raises(UserError, match=r"got an adapter, .* set trainer.lora.transfer to merged"):
-            await updater.run()
+    async def run(updater: Updater) -> None:
+        try:
+            ends.append(await updater.run())
+        except UserError as exc:
+            ends.append(str(exc))
+
+    async with make_client(max_connections=1) as http, anyio.create_task_group() as tasks:
+        tasks.start_soon(run, Updater(pool.servers["s0"], ServerApi(http, "http://127.0.0.1:1"), around))
+        for next_one in follow:
+            await anyio.wait_all_tasks_blocked()
+            assert ends == []
+            around.target.announce(next_one)
+
+    (end,) = ends
+    assert end.startswith("weights 2-5: ")
+    assert ("got an adapter" in end and "set trainer.lora.transfer to merged" in end) is (kind == ADAPTER), end
