@@ -9,6 +9,7 @@ its group, nobody waits for it any longer.
 """
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +28,9 @@ _Gloo: Any = ProcessGroupGloo
 """As it is: torch's stubs have its options wrong."""
 
 _NEVER = timedelta(days=7)
-"""Deadline for NCCL's watchdog, which ends the whole process: ours is kept here instead."""
+"""Deadline of NCCL's own: ours is kept here instead."""
+_BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
+"""A group made with it has no watchdog, which ends the whole process when a peer has gone; ``wait`` raises instead."""
 _POLL_S = 0.001
 
 
@@ -140,7 +143,13 @@ class WeightGroup:
 
         options = ProcessGroupNCCL.Options()
         options._timeout = _NEVER
-        return ProcessGroupNCCL(self._prefixed("cuda"), self.rank, self.size, options)
+        before = os.environ.get(_BLOCKING)
+        os.environ[_BLOCKING] = "1"  # read while the group is made; those that train keep their watchdogs
+        try:
+            return ProcessGroupNCCL(self._prefixed("cuda"), self.rank, self.size, options)
+        finally:
+            del os.environ[_BLOCKING]
+            os.environ |= {} if before is None else {_BLOCKING: before}
 
     def _prefixed(self, device: str) -> PrefixStore:
         """Nest the keys as ``torch.distributed`` does for a group with a name of its own."""
@@ -167,7 +176,7 @@ class WeightGroup:
             work = self._start_broadcast(flat)
             while not work.is_completed():
                 time.sleep(_POLL_S)
-            work.wait()
+            work.wait()  # raises where it has failed, which also completes it
 
 
 def describe(name: str, tensor: torch.Tensor) -> TensorSpec:

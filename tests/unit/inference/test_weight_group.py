@@ -1,10 +1,12 @@
 """A broadcast reaches every rank whole, and nobody waits for a rank that is gone longer than the deadline."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -209,3 +211,30 @@ def test_a_bucket_that_cannot_be_is_refused(spec: TensorSpec, message: str) -> N
 def test_a_bucket_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="got 3 bytes, need 2"):
         unflatten(torch.zeros(3, dtype=torch.uint8), [TensorSpec(name="a", dtype="bfloat16", shape=[1])])
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="tests/gpu has the real one")
+@pytest.mark.parametrize("before", [None, "0"])
+def test_a_group_of_nccl_has_no_watchdog_and_those_made_later_have_theirs(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's watchdog would end the trainer with the first server that goes in the middle of a broadcast."""
+    made: list[str | None] = []
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, *_: object) -> None:
+            made.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT"))
+
+        def abort(self) -> None:
+            made.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT"))
+
+    if before is not None:
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    with closing(WeightGroup.host(address="127.0.0.1", size=2, name="g", backend=NCCL, deadline_s=DEADLINE_S)) as group:
+        group.meet()
+
+    assert made == ["1", before]
