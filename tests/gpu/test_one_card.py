@@ -7,7 +7,7 @@ import pytest
 
 from areal_async.process.host import visible_gpus
 from tests.gpu.machine import DEVICE, run_tool
-from tests.gpu.servers import SMALL_HEADS
+from tests.gpu.servers import SMALL
 from tools.gpu_hour import sglang_python
 
 
@@ -19,7 +19,7 @@ def test_a_run_on_one_card_trains_and_keeps_its_promises(tmp_path: Path, monkeyp
     if DEVICE == "cuda":
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_gpus()[0])
         words += ["--model.dtype", "bfloat16", "--inference.backend", "sglang"]
-        words += ["--inference.python", str(sglang_python()), "--inference.flags", json.dumps(SMALL_HEADS)]
+        words += ["--inference.python", str(sglang_python()), "--inference.flags", json.dumps(SMALL)]
 
     run_tool("areal_async", "run", "workflows/gsm8k.py", *words, deadline_s=800.0)
 

@@ -3,7 +3,7 @@
 from tests.gpu.machine import DEVICE, report, run_tool
 
 ON_A_GPU = ("--models", "0.6B", "--tokens", "4096", "16384", "--rounds", "3")
-ON_A_CPU = ("--models", "tiny", "--tokens", "64", "--rounds", "1", "--peak-tflops", "1", "--dtype", "float32")
+ON_A_CPU = ("--models", "tiny", "--tokens", "64", "--rounds", "1", "--dtype", "float32")
 
 
 def test_the_share_of_a_gpus_peak_that_training_uses_is_measured() -> None:

@@ -15,7 +15,7 @@ TOLERANCE = 0.05
 
 
 def test_sglang_serves_what_nccl_brought_it(models: list[Path]) -> None:
-    server = servers.start(models[0], servers.SMALL_HEADS)
+    server = servers.start(models[0], servers.SMALL)
     backend = NCCL if DEVICE == "cuda" else GLOO
     trainer = Trainer(server, "gpu-1-1", backend=backend, device=device(1), deadline_s=200.0)
     try:
