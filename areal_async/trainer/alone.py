@@ -31,6 +31,7 @@ from areal_async.process.host import RENDEZVOUS
 from areal_async.process.parent_death import die_with_parent
 from areal_async.protocol.types import Cut, Version
 from areal_async.protocol.wire import decode_slot, encode_trajectory
+from areal_async.trainer.batch.culprits import NoRoomError
 from areal_async.trainer.batch.payloads import RankShard, SlotKey, slots_of
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import joined_ranks
@@ -40,6 +41,8 @@ DEADLINE_S = 600.0
 """Seconds that each of its own collectives may take; they wait for nobody."""
 _ENDED = (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError, OSError)
 """What is raised by the pipes of a process that is no more."""
+OUT_OF_MEMORY = "OutOfMemoryError"
+"""What torch raises for want of memory of a GPU."""
 MAX_ANSWER_BYTES = 1 << 20
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", RENDEZVOUS)
 """What makes a process one of several ranks."""
@@ -82,7 +85,11 @@ class Alone:
         self._process: anyio.abc.Process | None = None
 
     async def attempt(self, groups: Sequence[str]) -> str:
-        """Train some groups alone; return why that fails, nothing where it does not."""
+        """Train some groups alone; return why that fails, nothing where it does not.
+
+        Raises:
+            NoRoomError: the GPU, which the rank has as well, had too little memory for one rank with all of it.
+        """
         process = self._process or await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -94,6 +101,8 @@ class Alone:
             reason = f"a process that trained it ended with status {await process.wait()}"
         if reason:
             await self.aclose()
+        if reason.startswith(OUT_OF_MEMORY):
+            raise NoRoomError(reason)
         return reason
 
     async def aclose(self) -> None:

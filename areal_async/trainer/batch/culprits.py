@@ -9,15 +9,23 @@ Try = Callable[[Sequence[str]], Awaitable[str]]
 """Trains some groups alone; returns why that fails, nothing where it does not."""
 
 
+class NoRoomError(Exception):
+    """There was too little memory to train these groups where they were tried, which says nothing of them."""
+
+
 async def find_culprits(groups: Sequence[str], why: str, attempt: Try) -> dict[str, str]:
     """Return the groups that fail by themselves, each with why, of a batch that has failed for this reason.
 
-    None where it is nobody's fault: where nothing at all fails too, or every one of several groups does, or none.
+    None where it is nobody's fault: where nothing at all fails too, or every one of several groups does, or none. Nor
+    where ``attempt`` raises NoRoomError: the longest groups would be blamed.
     Of n groups k are found with about ``2 k log2(n)`` questions.
     """
-    if not groups or await attempt([]):
+    try:
+        if not groups or await attempt([]):
+            return {}
+        found = await _halve(groups, why, attempt)
+    except NoRoomError:
         return {}
-    found = await _halve(groups, why, attempt)
     return found if len(found) < len(groups) or len(groups) == 1 else {}
 
 

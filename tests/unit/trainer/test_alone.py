@@ -1,5 +1,6 @@
 """What several ranks cannot try together is tried in a process of its own, and ends nothing else, whatever it does."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ POISON = [102, 101]
 CALL = """
 import os
 
+import torch
+
 
 def advantages(rows, advantages):
     print("not an answer")
@@ -28,6 +31,8 @@ def advantages(rows, advantages):
         raise ValueError("a row that no step can take")
     if 102 in tokens:
         os._exit(3)
+    if 103 in tokens:
+        raise torch.OutOfMemoryError("of a GPU that another process fills")
     return advantages
 """
 
@@ -52,9 +57,9 @@ def run_directory(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return tmp_path
 
 
-def _material() -> Material:
+def _material(poison: Sequence[int] = POISON) -> Material:
     trajectories: list[Trajectory] = [trajectory(group_id, 0) for group_id in GROUPS]
-    for one, token in zip(trajectories, POISON, strict=False):
+    for one, token in zip(trajectories, poison, strict=False):
         one.sequences[0].token_ids[1] = token
     groups = [
         CutGroup(group_id=group_id, workflow="w", slots=[CutSlot(slot=one.slot, sequence=1)])
@@ -77,6 +82,15 @@ async def test_groups_that_raise_or_end_the_process_are_found_and_the_sound_ones
         GROUPS[0]: "a process that trained it ended with status 3",
         GROUPS[1]: "ValueError: a row that no step can take",
     }
+
+
+async def test_where_there_is_no_room_for_some_groups_nobody_is_blamed(run_directory: Path) -> None:
+    """The process has the rank's GPU, beside it: the longest groups fail there, whoever ended the step."""
+    alone = Alone(run_directory, _material([103]))
+    try:
+        assert await find_culprits(GROUPS, "it failed", alone.attempt) == {}
+    finally:
+        await alone.aclose()
 
 
 async def test_what_lacks_its_model_blames_nobody(run_directory: Path) -> None:
