@@ -32,6 +32,8 @@ _NEVER = timedelta(days=7)
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 """A group made with it has no watchdog, which ends the whole process when a peer has gone; ``wait`` raises instead."""
 _POLL_S = 0.001
+_LOOK_S = 0.05
+"""From one look whether rank 0 has closed its group to the next."""
 
 
 class WeightGroupError(Exception):
@@ -113,9 +115,10 @@ class WeightGroup:
             raise WeightGroupError(f"weight group {self.name}: got a broadcast, need a group that met; join it first")
         with _translated(f"weight group {self.name}: a broadcast of {flat.nbytes} bytes broke"):
             if self._kind == NCCL:
-                _run_within(self._deadline_s, lambda: self._broadcast_nccl(flat))
+                backend = self._backend
+                _run_within(self._deadline_s, lambda: _broadcast_nccl(backend, flat), is_over=self._is_over)
             else:
-                self._start_broadcast(flat).wait()
+                _start_broadcast(self._backend, flat).wait()
 
     def close(self) -> None:
         """Leave the group; ranks that wait for this one raise. Closing twice is no error."""
@@ -165,18 +168,24 @@ class WeightGroup:
             address: str = probe.getsockname()[0]
             return address
 
-    def _start_broadcast(self, flat: torch.Tensor) -> Any:
-        options = BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        return self._backend.broadcast([flat], options)
+    def _is_over(self) -> bool:
+        """Say whether rank 0 has closed its store: of that its own nccl hears nothing."""
+        return self.rank == 0 and self._hosted is None
 
-    def _broadcast_nccl(self, flat: torch.Tensor) -> None:
-        with torch.cuda.device(flat.device):
-            work = self._start_broadcast(flat)
-            while not work.is_completed():
-                time.sleep(_POLL_S)
-            work.wait()  # raises where it has failed, which also completes it
+
+def _start_broadcast(backend: Any, flat: torch.Tensor) -> Any:
+    options = BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    return backend.broadcast([flat], options)
+
+
+def _broadcast_nccl(backend: Any, flat: torch.Tensor) -> None:
+    with torch.cuda.device(flat.device):
+        work = _start_broadcast(backend, flat)
+        while not work.is_completed():
+            time.sleep(_POLL_S)
+        work.wait()  # raises where it has failed, which also completes it
 
 
 def describe(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -271,13 +280,16 @@ def _translated(what: str) -> Iterator[None]:
     raise WeightGroupError(f"{what}: {cause}") from cause
 
 
-def _run_within(deadline_s: float, call: Callable[[], None]) -> None:
-    """Run what may never return in a thread that is left behind at the deadline.
+def _run_within(deadline_s: float, call: Callable[[], None], *, is_over: Callable[[], bool] = bool) -> None:
+    """Run what may never return in a thread that is left behind at the deadline, or as soon as ``is_over`` says so.
 
     Raises:
         WeightGroupError: it did not return in time.
     """
-    try:
-        in_daemon_thread(call, name="weight-group", expected=(RuntimeError,)).result(deadline_s)
-    except TimeoutError as exc:
-        raise WeightGroupError(f"nccl: got no answer of every rank in {deadline_s:g} s") from exc
+    answer = in_daemon_thread(call, name="weight-group", expected=(RuntimeError,))
+    ends_at = time.monotonic() + deadline_s
+    while (left := ends_at - time.monotonic()) > 0 and not is_over():
+        with contextlib.suppress(TimeoutError):
+            return answer.result(min(left, _LOOK_S))
+    why = "the group is closed" if is_over() else f"got no answer of every rank in {deadline_s:g} s"
+    raise WeightGroupError(f"nccl: {why}")

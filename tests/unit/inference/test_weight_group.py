@@ -3,9 +3,10 @@
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -213,28 +214,55 @@ def test_a_bucket_of_another_size_is_refused() -> None:
         unflatten(torch.zeros(3, dtype=torch.uint8), [TensorSpec(name="a", dtype="bfloat16", shape=[1])])
 
 
-@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="tests/gpu has the real one")
+class Nccl:
+    """What torch's group of nccl's is called with; on a GPU alone there is a real one."""
+
+    Options = SimpleNamespace
+    environment: list[str | None]
+
+    def __init__(self, *_: object) -> None:
+        self.environment.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT"))
+
+    def broadcast(self, *_: object) -> object:
+        """Wait for peers that do not come, as it does for those that are gone."""
+        return threading.Event().wait()
+
+    def abort(self) -> None:
+        self.environment.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT"))
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> WeightGroup:
+    """Rank 0 of a group of nccl's, not met yet."""
+    monkeypatch.setattr(Nccl, "environment", [], raising=False)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    return WeightGroup.host(address="127.0.0.1", size=2, name="g", backend=NCCL, deadline_s=5.0)
+
+
 @pytest.mark.parametrize("before", [None, "0"])
 def test_a_group_of_nccl_has_no_watchdog_and_those_made_later_have_theirs(
-    before: str | None, monkeypatch: pytest.MonkeyPatch
+    before: str | None, nccl: WeightGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's watchdog would end the trainer with the first server that goes in the middle of a broadcast."""
-    made: list[str | None] = []
-
-    class Group:
-        Options = SimpleNamespace
-
-        def __init__(self, *_: object) -> None:
-            made.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT"))
-
-        def abort(self) -> None:
-            made.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT"))
-
     if before is not None:
         monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
-    with closing(WeightGroup.host(address="127.0.0.1", size=2, name="g", backend=NCCL, deadline_s=DEADLINE_S)) as group:
-        group.meet()
 
-    assert made == ["1", before]
+    with closing(nccl):
+        nccl.meet()
+
+    assert Nccl.environment == ["1", before]
+
+
+def test_rank_0_waits_in_nccl_no_longer_than_its_group_is_open(
+    nccl: WeightGroup, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer sees that a server is lost, and its step waits no longer for it."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    with closing(nccl):
+        nccl.meet()
+        broadcast = threads.submit(nccl.broadcast, torch.zeros(1))
+        nccl.close_store()
+
+        with pytest.raises(WeightGroupError, match="nccl: the group is closed"):
+            broadcast.result()
