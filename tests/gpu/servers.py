@@ -17,17 +17,21 @@ SMALL = ("--attention-backend", "triton", "--max-total-tokens", "65536")
 hundreds of millions of its tokens, whose places alone take gigabytes."""
 
 
+def settings_of(model: Path, *flags: str) -> Settings:
+    """Return the settings of a run of this model with SGLang."""
+    python = sglang_python()
+    assert python is not None
+    return Settings(
+        model=ModelSettings(path=str(model), dtype=HALF if DEVICE == "cuda" else "float32"),
+        inference=InferenceSettings(backend="sglang", python=Path(python), stream_interval=1, flags=flags),
+    )
+
+
 class SglangOnDevice(Server):
     """SGLang on the first GPU, in bfloat16; in a rehearsal in float32 on the CPU."""
 
     def start(self, model_path: Path, port: int, *flags: str) -> "subprocess.Popen[bytes]":
-        python = sglang_python()
-        assert python is not None
-        settings = Settings(
-            model=ModelSettings(path=str(model_path), dtype=HALF if DEVICE == "cuda" else "float32"),
-            inference=InferenceSettings(backend="sglang", python=Path(python), stream_interval=1, flags=flags),
-        )
-        command = server_command(settings, server_id="gpu", index=0)
+        command = server_command(settings_of(model_path, *flags), server_id="gpu", index=0)
         return subprocess.Popen(guarded(command.on_port(port)), env={**os.environ, **command.environment})
 
 
