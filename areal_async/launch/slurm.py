@@ -2,6 +2,8 @@
 
     sbatch --nodes=1 ... --wrap "exec python -m areal_async run FILE.py --launch.backend slurm"
 
+Of a heterogeneous job, all components are the run's hosts, in their order, so the first component trains first.
+
 A step says its id and its process before it becomes the command, in a file beside its output: the hosts share the run
 directory. ``srun`` stands for its step: it lives as long, has its exit status, and is told by the kernel to end it when
 the launcher dies. ``scancel`` signals all processes of a step, its servers as well. So it kills; who is asked to end,
@@ -14,8 +16,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -45,21 +48,25 @@ GONE = re.compile(r"^(down|fail|failg|boot|pow_dn|poff|unk)|\*")
 """Short states of a host on which nothing starts; a star says that it does not answer."""
 
 
-def on_host(host: str, name: str, *command: str) -> list[str]:
+def on_host(host: str, name: str, *command: str, component: int = 0) -> list[str]:
     """Return the command line that runs another one as a step of its own. Pure.
 
     A step shares all that the allocation has on its host with the others: neither CPUs nor memory nor GPUs are divided.
+
+    Args:
+        component: of a heterogeneous job, the one that has this host.
     """
     place = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--cpu-bind=none", "--export=ALL"]
+    place += [f"--het-group={component}"] if component else []
     return ["srun", *place, f"--immediate={DEADLINE_S}", f"--job-name={name}", *command]
 
 
-def step_command(spec: ProcessSpec, *, host: str, identity: Path) -> list[str]:
+def step_command(spec: ProcessSpec, *, host: str, identity: Path, component: int = 0) -> list[str]:
     """Return the command line that runs a process as a step. Pure."""
     # Set inside the step: Slurm overwrites there which GPUs are visible.
     environment = ["env", *(f"{name}={value}" for name, value in spec.environment.items())]
     say = ["/bin/sh", "-c", _SAY, "sh", str(identity)]
-    return on_host(host, spec.name, *say, *environment, *spec.command)
+    return on_host(host, spec.name, *say, *environment, *spec.command, component=component)
 
 
 class SlurmProcess(ChildProcess):
@@ -68,10 +75,22 @@ class SlurmProcess(ChildProcess):
     noise = NOISE
 
     def __init__(
-        self, spec: ProcessSpec, process: anyio.abc.Process, output_start_bytes: int, *, host: str, is_here: bool
+        self,
+        spec: ProcessSpec,
+        process: anyio.abc.Process,
+        output_start_bytes: int,
+        *,
+        beside: Callable[..., list[str]],
+        is_here: bool,
     ) -> None:
+        """Stand for a step.
+
+        Args:
+            beside: makes the command line of another one on its host, of a name and a command.
+            is_here: that is this host.
+        """
         super().__init__(spec, process, output_start_bytes)
-        self._host = host
+        self._beside = beside
         self._is_here = is_here
         self._orders: list[subprocess.Popen[bytes]] = []
 
@@ -92,7 +111,7 @@ class SlurmProcess(ChildProcess):
             elif self._is_here:
                 os.kill(pid, signal.SIGTERM)
             else:
-                self._order(on_host(self._host, "stop", "kill", "-s", "TERM", str(pid)))
+                self._order(self._beside("stop", "kill", "-s", "TERM", str(pid)))
 
     def kill(self) -> None:
         if self.has_ended:
@@ -112,7 +131,7 @@ class SlurmProcess(ChildProcess):
             self._num_asked += stacks.ask(pid)
         else:
             self._num_asked += 1
-            self._order(on_host(self._host, "stacks", *stacks.ask_command(pid)))
+            self._order(self._beside("stacks", *stacks.ask_command(pid)))
 
     def last_sentence(self) -> str:
         """Return its own last line, and where it has said nothing, Slurm's: it may never have begun."""
@@ -160,9 +179,11 @@ class SlurmBackend(LauncherWorks):
                     f"launch.backend: got slurm, and there is no program {program}; mend PATH, or take local"
                 )
         self._host = environment["SLURMD_NODENAME"]
-        ask = ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", self._host)]
-        names = _answer(ask).split()
-        self.hosts = (self._host, *(name for name in names if name != self._host))
+        self._components = {self._host: 0}
+        for component, names in enumerate(_lists_of_hosts(environment)):
+            for name in _answer(["scontrol", "show", "hostnames", names or self._host]).split():
+                self._components.setdefault(name, component)
+        self.hosts = tuple(self._components)
         self.absent: dict[str, str] = {}
         self._removed: dict[str, str] = {}
 
@@ -206,7 +227,7 @@ class SlurmBackend(LauncherWorks):
         """
         if not (others := self.hosts[1:]):
             return LOOPBACK
-        ask = on_host(others[0], "address", "printenv", "SLURM_LAUNCH_NODE_IPADDR")
+        ask = self._on_host(others[0], "address", "printenv", "SLURM_LAUNCH_NODE_IPADDR")
         return await anyio.to_thread.run_sync(_answer, ask)
 
     async def cannot_run(self, code: str, *words: str) -> Mapping[str, str]:
@@ -214,7 +235,7 @@ class SlurmBackend(LauncherWorks):
         lost: dict[str, str] = {}
 
         async def run(host: str) -> None:
-            ask = ["timeout", str(DEADLINE_S), *on_host(host, "question", sys.executable, "-c", code, *words)]
+            ask = ["timeout", str(DEADLINE_S), *self._on_host(host, "question", sys.executable, "-c", code, *words)]
             ended = await anyio.run_process(ask, stdin=subprocess.DEVNULL, check=False)
             if ended.returncode:
                 said = ended.stderr.decode(errors="replace").splitlines()
@@ -233,13 +254,23 @@ class SlurmBackend(LauncherWorks):
             PipelineError: as ``start_child``, or its file of before cannot be removed.
         """
         host, identity = spec.host or self._host, identity_of(spec)
-        step = step_command(spec, host=host, identity=identity)
+        step = step_command(spec, host=host, identity=identity, component=self._components.get(host, 0))
         try:
             identity.unlink(missing_ok=True)
         except OSError as exc:
             raise PipelineError(f"{spec.name}: cannot be started: {exc}") from exc
         child = await start_child(spec, guarded(step, by=signal.SIGTERM))  # srun passes it on to its step
-        return SlurmProcess(spec, *child, host=host, is_here=host == self._host)
+        return SlurmProcess(spec, *child, beside=partial(self._on_host, host), is_here=host == self._host)
+
+    def _on_host(self, host: str, name: str, *command: str) -> list[str]:
+        return on_host(host, name, *command, component=self._components.get(host, 0))
+
+
+def _lists_of_hosts(environment: Mapping[str, str]) -> list[str]:
+    """Return what names the hosts of each component of the job, which has one if it is not heterogeneous. Pure."""
+    if size := environment.get("SLURM_HET_SIZE"):
+        return [environment[f"SLURM_JOB_NODELIST_HET_GROUP_{component}"] for component in range(int(size))]
+    return [environment.get("SLURM_JOB_NODELIST", "")]
 
 
 def absent_in(said: str) -> dict[str, str]:

@@ -79,8 +79,8 @@ class Job:
         return self.slurm.ask("scontrol", "show", "job", self.id)
 
     def steps(self) -> dict[str, tuple[str, str]]:
-        """Return id and host of each of its steps that runs, by name."""
-        lines = self.slurm.ask("squeue", "--steps", "--noheader", "--format=%j %i %N", f"--jobs={self.id}").splitlines()
+        """Return id and host of each of its steps that runs, by name; of all of its components, each a job to Slurm."""
+        lines = self.slurm.ask("squeue", "--steps", "--noheader", "--format=%j %i %N").splitlines()
         return {name: (step, host) for name, step, host in map(str.split, lines)}
 
     def processes(self) -> list[str]:
@@ -140,7 +140,7 @@ def test_a_run_spans_its_allocation_outlives_killed_steps_and_a_cancelled_job_an
     slurm: Slurm, tmp_path: Path
 ) -> None:
     job = Job(slurm, tmp_path, "spans")
-    job.submit("--nodes=3", steps=ENDLESS, num_ranks=2, num_hosts=2)
+    job.submit("--nodes=2", ":", "--nodes=1", steps=ENDLESS, num_ranks=2, num_hosts=2)
     job.wait_for_steps(1)
 
     before = job.steps()
@@ -155,7 +155,7 @@ def test_a_run_spans_its_allocation_outlives_killed_steps_and_a_cancelled_job_an
     cancelled = job.wait_for_end()
     job.wait_until(lambda: job.processes() == [], "no process to be left")
     num_steps = job.num_steps
-    job.submit("--nodes=1", steps=num_steps + 2, num_hosts=1)
+    job.submit("--nodes=2", steps=num_steps + 2, num_hosts=1)
     resumed = job.wait_for_end()
 
     assert {name: host for name, (_, host) in before.items() if name != "batch"} == {

@@ -23,6 +23,8 @@ def test_a_step_is_one_task_on_its_host_beside_others_and_sets_its_environment_i
 
     assert {"--overlap", "--nodes=1", "--ntasks=1", "--nodelist=host7", "--job-name=child"} < set(command)
     assert command[-6:] == [str(tmp_path / "id"), "env", "GREETING=hello", sys.executable, "-c", "pass"]
+    assert "--het-group=1" not in command
+    assert "--het-group=1" in step_command(spec, host="host7", identity=tmp_path / "id", component=1)
 
 
 def test_a_run_takes_the_backend_that_its_settings_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +38,19 @@ def test_a_run_takes_the_backend_that_its_settings_name(tmp_path: Path, monkeypa
 
     assert isinstance(make_backend(LaunchSettings(backend="slurm")), SlurmBackend)
     assert type(make_backend(LaunchSettings())) is LocalBackend
+
+
+def test_hosts_of_a_heterogeneous_job_are_those_of_its_components_in_their_order_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for program in PROGRAMS:
+        (tmp_path / program).write_text('#!/bin/sh\necho "$3" | tr , "\\n"\n')
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    job = {"SLURM_JOB_ID": "41", "SLURMD_NODENAME": "b", "SLURM_JOB_NODELIST": "a,b", "SLURM_HET_SIZE": "2"}
+    job |= {"SLURM_JOB_NODELIST_HET_GROUP_0": "a,b", "SLURM_JOB_NODELIST_HET_GROUP_1": "b,c"}
+
+    assert SlurmBackend(job).hosts == ("b", "a", "c")
 
 
 def test_hosts_are_gone_that_slurm_says_are_down_or_do_not_answer() -> None:
