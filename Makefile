@@ -45,7 +45,7 @@ test-gpu: $(STAMP)  ## what needs GPUs, as far as this machine has them; says wh
 	$(BIN)/python -m pytest -m gpu -n 0 -s tests/gpu $(ARGS)
 
 test-hosts: $(STAMP)  ## the trainer's ranks on several hosts made of namespaces, whose links are cut and which are killed; needs root
-	NEED_HOSTS=1 $(BIN)/python -m pytest -m hosts -n 0 tests/hosts $(ARGS)
+	NEED_HOSTS=1 $(BIN)/python -m pytest -m "hosts and not nightly" -n 0 tests/hosts $(ARGS)
 
 test-slurm: $(STAMP)  ## runs as jobs of the real Slurm, on three hosts made of namespaces; installs Debian's packages, needs root
 	$(PYTHON) tools/setup_slurm.py
@@ -60,14 +60,17 @@ faults: $(STAMP)  ## every fault of the matrix against real runs; under an hour 
 faults-quick: $(STAMP)  ## a selection of the faults, one seed each; under 8 minutes on two cores
 	$(BIN)/python -m tools.faults --quick $(ARGS)
 
-nightly: $(STAMP)  ## the longer proofs: each test on both event loops, every fault and what is beside its row, millions of inputs and of steps of the protocol
+nightly: $(STAMP) ray  ## the longer proofs: each test on both event loops, every fault and what is beside its row, millions of inputs and of steps of the protocol
 	$(MAKE) test ARGS=--both-loops
 	$(BIN)/python -m pytest -m nightly tests/e2e
+	NEED_HOSTS=1 $(BIN)/python -m pytest -m "hosts and nightly" -n 0 tests/hosts
 	$(MAKE) faults
 	$(BIN)/python -m tools.fuzz --inputs 1000000
 	$(BIN)/python -m tools.hostile --inputs 1000000 --processes 2
 	$(BIN)/python -m tools.explore_protocol --steps 2000000
 	$(BIN)/python -m tools.trace_layouts --model 72B --row-tokens 16384 --ranks 64 1024
+	$(PYTHON) tools/setup_slurm.py
+	$(BIN)/python -m tools.compare_backends
 
 check: lint types site  ## format, lint, types, documents
 

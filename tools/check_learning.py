@@ -11,10 +11,12 @@ What stands after `--` goes to every run as it is.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,11 +58,24 @@ class Result:
         return self.last - self.first
 
 
-def run(name: str, workflow: str, arguments: list[str], *, before: float) -> Result:
-    """Train one run from the start; its output passes through."""
+def run(
+    name: str,
+    workflow: str,
+    arguments: list[str],
+    *,
+    before: float,
+    inside: Callable[[list[str]], list[str]] = list,
+    environment: Mapping[str, str] = os.environ,
+) -> Result:
+    """Train one run from the start; its output passes through.
+
+    Args:
+        inside: makes of its command the one that runs it elsewhere.
+    """
     command = [sys.executable, "-m", "areal_async", "run", workflow, "--config", "configs/gsm8k_cpu.yaml", "--fresh"]
     started = time.monotonic()
-    subprocess.run([*command, "--run.name", name, *arguments], check=True, stdin=subprocess.DEVNULL)
+    command = inside([*command, "--run.name", name, *arguments])
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env={**environment})
     duration_s = time.monotonic() - started
     return result_of(name, before=before, after=greedy_accuracy(RUNS / name / "model"), duration_s=duration_s)
 

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,10 +163,21 @@ def trace_step(settings: Settings, rank: int) -> RankTrace:
 
 
 def trace(settings: Settings, ranks: Sequence[int]) -> dict[int, RankTrace]:
-    """Return ``trace_step`` of each rank, in a process of its own, two at a time."""
-    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
-        traced = pool.map(functools.partial(trace_step, settings), ranks, chunksize=1)
-    return dict(zip(ranks, traced, strict=True))
+    """Return ``trace_step`` of each rank, in a process of its own, two at a time.
+
+    Raises:
+        BrokenProcessPool: one was killed, for want of memory as a rule.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=context, initializer=_prepare, max_tasks_per_child=1) as pool:
+        traced = pool.map(functools.partial(trace_step, settings), ranks)
+        return dict(zip(ranks, traced, strict=True))
+
+
+def _prepare() -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # no number is any good
+    torch.set_num_threads(1)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
 
 
 def ranks_to_trace(sizes: Sequence[int]) -> list[int]:
@@ -249,9 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64], help="numbers of ranks")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     given = parser.parse_args(arguments)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # no number is any good
-    torch.set_num_threads(1)
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    _prepare()
     num_wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         shape = QWEN2_5[given.model]

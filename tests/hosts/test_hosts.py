@@ -178,6 +178,7 @@ def test_a_host_is_added_and_another_removed_by_order_and_both_orders_outlive_th
         run.close()
 
 
+@pytest.mark.nightly
 def test_an_elastic_run_trains_on_with_the_hosts_that_are_left_and_with_all_once_they_are_back(
     hosts: SomeHosts, tmp_path: Path
 ) -> None:

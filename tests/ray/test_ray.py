@@ -1,117 +1,47 @@
 """With the real Ray: a cluster of three hosts, made of network namespaces with a raylet on each."""
 
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from tools.faults_run import ENDLESS, FaultRun
-from tools.some_hosts import SomeHosts, some_hosts, why_not
+from tools.one_ray import OneRay, one_ray, why_not
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_HOSTS = 3
-NUM_STEPS, GROUPS = 4, 2
-PORT = 6379
-DEADLINE_S = 60.0
-STORE_BYTES = 80 << 20
-OPEN = {"RAY_AUTH_MODE": "disabled"}
-"""Nobody else reaches these hosts; by default Ray may take, or leave, a token in the user's home."""
-HASTY = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "4"}
-"""A host is given up after seconds; by default it takes half a minute."""
+NUM_STEPS, GROUPS = 15, 2
 SMALL = {"trainer__checkpoint_every_steps": 2, "rollout__batch_groups": GROUPS}
 
 
-class Cluster:
-    """Raylets on hosts, the first beside the head."""
-
-    def __init__(self, hosts: SomeHosts, folder: Path) -> None:
-        self.hosts = hosts
-        self.address = f"{hosts.addresses[0]}:{PORT}"
-        self._folder = folder
-        self._output = folder / "ray.out"
-        self._started: list[subprocess.Popen[bytes]] = []
-
-    def join(self, number: int) -> None:
-        """Have a host join, as one that has booted."""
-        ray = Path(sys.executable).with_name("ray")
-        words = [ray, "start", "--block", f"--node-ip-address={self.hosts.addresses[number]}", "--num-cpus=1"]
-        words += ["--disable-usage-stats", f"--object-store-memory={STORE_BYTES}"]
-        head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={self._folder}/ray"]
-        words += [f"--address={self.address}"] if number else head
-        with open(self._output, "ab") as output:
-            self._started.append(
-                subprocess.Popen(
-                    self.hosts.command(number, *words),
-                    env={**os.environ, **OPEN, **HASTY},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                )  # fmt: skip
-            )
-
-    def wait_until_up(self) -> None:
-        """Return when all that were started have joined."""
-        deadline = time.monotonic() + DEADLINE_S
-        while self._output.read_text().count("Ray runtime started") < len(self._started):
-            assert time.monotonic() < deadline, self._output.read_text()
-            time.sleep(0.1)
-
-    def wait(self) -> None:
-        """Return when all is over that was started, as its hosts are."""
-        for one in self._started:
-            one.wait()
-
-    def raylet(self, number: int) -> int:
-        """Return the raylet of a host."""
-        (pid,) = (pid for pid in self.hosts.pids(number) if _command(pid).split("\0")[0].endswith("/raylet"))
-        return pid
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
-
-
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[OneRay]:
     """One for all tests."""
-    reason = why_not() or ("" if importlib.util.find_spec("ray") else "got no package ray, need it; make ray")
-    if reason:
+    if reason := why_not():
         pytest.fail(reason) if "NEED_RAY" in os.environ else pytest.skip(reason)
-    with some_hosts(NUM_HOSTS) as hosts, TemporaryDirectory(prefix="ray-") as folder:
-        made = Cluster(hosts, Path(folder))
-        for number in range(NUM_HOSTS):
-            made.join(number)
-            made.wait_until_up()
+    with one_ray(NUM_HOSTS) as made:
         yield made
-    made.wait()
 
 
 class RayRun(FaultRun):
     """A run whose launcher is on the first host."""
 
-    def __init__(self, cluster: Cluster, parent: Path, **settings: Any) -> None:
+    def __init__(self, cluster: OneRay, parent: Path, **settings: Any) -> None:
         self._cluster = cluster
         spread = {"launch__backend": "ray", "launch__num_hosts": NUM_HOSTS, "trainer__num_hosts": 2}
-        environment = {"RAY_ADDRESS": cluster.address, **OPEN}
-        super().__init__(parent, trainer__num_ranks=2, environment=environment, **spread, **SMALL, **settings)
+        super().__init__(parent, trainer__num_ranks=2, environment=cluster.environment, **spread, **SMALL, **settings)
 
     @property
     def command(self) -> list[str]:
-        return self._cluster.hosts.command(0, *super().command)
+        return self._cluster.command(*super().command)
 
     @property
     def num_joined(self) -> int:
@@ -124,7 +54,7 @@ class RayRun(FaultRun):
 
 
 @pytest.fixture
-def spread(cluster: Cluster, tmp_path: Path) -> Iterator[RayRun]:
+def spread(cluster: OneRay, tmp_path: Path) -> Iterator[RayRun]:
     run = RayRun(cluster, tmp_path, run__steps=ENDLESS)
     try:
         yield run
@@ -142,7 +72,7 @@ def _accounts(run: FaultRun) -> dict[str, Any]:
     return accounts
 
 
-def test_a_run_has_the_accounts_of_one_on_this_host_alone(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_run_has_the_accounts_of_one_on_this_host_alone(cluster: OneRay, tmp_path: Path) -> None:
     runs = [
         RayRun(cluster, tmp_path, name="spread", run__steps=NUM_STEPS),
         FaultRun(tmp_path, name="alone", run__steps=NUM_STEPS, trainer__num_ranks=2, **SMALL),
@@ -164,7 +94,7 @@ def test_a_run_has_the_accounts_of_one_on_this_host_alone(cluster: Cluster, tmp_
 
 
 def test_a_run_outlives_a_raylet_and_a_host_and_all_of_it_ends_with_its_launcher(
-    cluster: Cluster, spread: RayRun
+    cluster: OneRay, spread: RayRun
 ) -> None:
     run = spread
     run.start()

@@ -18,11 +18,12 @@ from tools.one_slurm import Slurm, SlurmError, one_slurm
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 DEADLINE_S = 200.0
+GROUPS, SIZE = 2, 4
 SMALL = {
-    "eval.dataset": "null", "rollout.batch_groups": 2, "rollout.group_size": 4, "rollout.min_group_size": 2,
+    "eval.dataset": "null", "rollout.batch_groups": GROUPS, "rollout.group_size": SIZE, "rollout.min_group_size": 2,
     "trainer.checkpoint_every_steps": 4,
 }  # fmt: skip
-ENDLESS = 100_000
+ENDLESS, NUM_STEPS = 100_000, 15
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +155,8 @@ def test_a_run_spans_its_allocation_outlives_killed_steps_and_a_cancelled_job_an
     slurm.ask("scancel", job.id)  # SIGTERM to all processes of all steps at once
     cancelled = job.wait_for_end()
     job.wait_until(lambda: job.processes() == [], "no process to be left")
-    num_steps = job.num_steps
-    job.submit("--nodes=2", steps=num_steps + 2, num_hosts=1)
+    num_steps, last = job.num_steps, max(job.num_steps + 2, NUM_STEPS)
+    job.submit("--nodes=2", steps=last, num_hosts=1)
     resumed = job.wait_for_end()
 
     assert {name: host for name, (_, host) in before.items() if name != "batch"} == {
@@ -174,8 +175,12 @@ def test_a_run_spans_its_allocation_outlives_killed_steps_and_a_cancelled_job_an
     assert f"run spans goes on from step {num_steps}" in job.said
     assert "run spans finished" in job.said
     assert resumed == "COMPLETED 0:0"
-    assert job.num_steps == num_steps + 2
+    assert job.num_steps == last
     assert job.processes() == []
+    found = slurm.ask(sys.executable, "-m", "areal_async", "doctor", "--json", "--run", job.directory)
+    slots = json.loads(found)["slots"]
+    assert slots["trained"] == last * GROUPS * SIZE
+    assert (slots["lost"], slots["twice"], slots["over age"]) == (0, 0, 0)
 
 
 def test_where_salloc_runs_its_command_on_the_login_host_a_run_is_refused(slurm: Slurm) -> None:
