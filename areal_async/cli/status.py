@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     status = anyio.run(ask, backend_options={"use_uvloop": True})
     if arguments.json:
-        Console(soft_wrap=True, highlight=False).print_json(json.dumps(asdict(status)))
+        Console(soft_wrap=True, highlight=False).print_json(json.dumps(asdict(status)), ensure_ascii=True)
     else:
         Console(highlight=False).print(*render(status), sep="\n")
     return 0

@@ -21,7 +21,7 @@ from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.monitor.output import check_place
 from areal_async.monitor.recorded_text import draw
 from areal_async.monitor.text import json_text
-from areal_async.monitor.token_text import visible
+from areal_async.monitor.token_text import shown, visible
 from areal_async.monitor.trajectory_export import SUFFIXES, describe, export
 from areal_async.monitor.trajectory_list import (
     COLUMNS,
@@ -134,8 +134,8 @@ def print_list(entries: Sequence[Entry], *, limit: int) -> None:
     for entry in entries:
         table.add_row(
             "" if entry.step is None else str(entry.step),
-            entry.id,
-            entry.workflow,
+            Text(shown(entry.id)),
+            Text(shown(entry.workflow)),
             "" if entry.reward is None else f"{entry.reward:g}",
             "" if entry.advantage is None else f"{entry.advantage:+.3f}",
             "" if entry.tokens is None else str(entry.tokens),

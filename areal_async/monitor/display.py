@@ -18,7 +18,7 @@ from rich.text import Text
 from areal_async.bus import Bus
 from areal_async.launch.supervisor import Notify
 from areal_async.monitor.evaluated import figure
-from areal_async.monitor.token_text import visible
+from areal_async.monitor.token_text import shown, visible
 from areal_async.monitor.view import (
     RunView,
     by_task,
@@ -124,7 +124,7 @@ def render(view: RunView) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, row in _rows(view):
-        table.add_row(name, Text(row) if isinstance(row, str) else row)
+        table.add_row(Text(shown(name)), Text(shown(row)) if isinstance(row, str) else row)
     return Panel(table, title=f"run {view.settings.run.name}", title_align="left", expand=False)
 
 

@@ -1,4 +1,4 @@
-"""One screen about a run, as ``status`` prints it. Pure."""
+"""One screen about a run, as ``status`` prints it: what others say of themselves acts on no terminal. Pure."""
 
 from collections.abc import Iterable
 
@@ -8,14 +8,15 @@ from rich.text import Text
 from areal_async.monitor.durations import duration_text, seconds_since
 from areal_async.monitor.evaluated import figure
 from areal_async.monitor.snapshot import ENDED, OK, OVER, Status
-from areal_async.monitor.view import event_text
+from areal_async.monitor.token_text import shown
+from areal_async.monitor.view import event_text, number
 
 
 def render(status: Status) -> Iterable[Table | Text]:
     """Yield what the screen shows, from the run's state in its first line to what is wrong in its last."""
-    head = Text(f"run {status.run}: {status.state}", style="bold")
+    head = _text(f"run {status.run}: {status.state}", style="bold")
     if status.reason:
-        head.append(f" ({status.reason})", style="not bold")
+        head.append(f" ({shown(status.reason)})", style="not bold")
     yield head
     held_out = f", last evaluation {figure(status.evaluation)}" if status.evaluation else ""
     facts = {
@@ -29,16 +30,16 @@ def render(status: Status) -> Iterable[Table | Text]:
     table = Table.grid(padding=(0, 2))
     for name, fact in facts.items():
         if fact:
-            table.add_row(name, fact)
+            table.add_row(name, _text(fact))
     yield table
     processes = Table("process", "", "up", "does", "waits for", "starts", "last death", box=None, padding=(0, 2, 0, 0))
     for member in status.members:
         style = "" if member.presence == OK else "dim" if member.presence == ENDED else "bold red"
         processes.add_row(
-            f"{member.role} {member.instance}",
+            _text(f"{member.role} {member.instance}"),
             Text(member.presence, style=style),
             duration_text(member.up_s) if member.up_s else "",
-            *(Text(text) for text in (member.state, member.waits_for, str(member.num_starts or ""), member.why)),
+            *(_text(text) for text in (member.state, member.waits_for, str(member.num_starts or ""), member.why)),
         )
     yield processes
     if status.servers and status.state not in OVER:
@@ -46,10 +47,10 @@ def render(status: Status) -> Iterable[Table | Text]:
             "server", "version", "requests", "tokens/s", "fenced", "last failure", box=None, padding=(0, 2, 0, 0)
         )
         for server in status.servers:
-            fenced = Text(server["reason"] or "yes", style="bold red") if server["is_fenced"] else Text("")
-            requests, failure = str(server.get("num_requests", "")), Text(server.get("failure", ""))
-            tokens_per_s = f"{server['tokens_per_s']:.0f}" if "tokens_per_s" in server else ""
-            servers.add_row(server["id"], server["version"] or "none", requests, tokens_per_s, fenced, failure)
+            fenced = _text(server["reason"] or "yes", style="bold red") if server["is_fenced"] else Text("")
+            load = [f"{number(server, key):.0f}" if key in server else "" for key in ("num_requests", "tokens_per_s")]
+            names = _text(server["id"]), _text(server["version"] or "none")
+            servers.add_row(*names, *load, fenced, _text(server.get("failure", "")))
         yield servers
     if status.events:
         events = Table.grid(padding=(0, 2))
@@ -58,7 +59,11 @@ def render(status: Status) -> Iterable[Table | Text]:
             events.add_row(Text(ago, style="dim"), Text(event_text(event), overflow="ellipsis", no_wrap=True))
         yield events
     for note in status.notes:
-        yield Text(note, style="red")
+        yield _text(note, style="red")
+
+
+def _text(value: str, *, style: str = "") -> Text:
+    return Text(shown(value), style=style)
 
 
 def _groups(status: Status) -> str:

@@ -7,6 +7,8 @@ from typing import Protocol
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 NEWLINE = "↵\n"
 """How the end of a line is shown: models are trained on it too."""
+MAX_CHARACTERS = 1000
+"""Characters that are shown of one value, which may have any length: more than any terminal shows on a line."""
 _PICTURES = 0x2400
 """Unicode's pictures of the control characters stand here, in their order."""
 
@@ -43,6 +45,11 @@ def token_texts(decoder: Detokenizer, token_ids: Sequence[int], *, breaks: Colle
 def visible(text: str, *, newline: str = NEWLINE) -> str:
     """Return text in which everything that would act on a terminal (escapes, direction marks) is seen instead."""
     return "".join(_visible(character, newline) for character in text)
+
+
+def shown(value: str) -> str:
+    """Return a value as it can be shown on one line, whatever bytes it is made of."""
+    return visible(value[:MAX_CHARACTERS], newline=" ")
 
 
 def _visible(character: str, newline: str) -> str:

@@ -160,7 +160,7 @@ async def untrained(bus: Bus) -> list[Entry]:
     async for message in bus.find_messages(names.dead_stream, names.undecodable):
         with suppress(WireError):
             letter = decode(message.data, DeadLetter)
-            *_, workflow, group_id = letter.subject.split(".")
+            *_, workflow, group_id = ("", *letter.subject.split("."))  # which may be anything
             settled.append(_of_group(group_id, workflow, UNDECODABLE, letter.reason, newest_step))
     return stored + settled
 

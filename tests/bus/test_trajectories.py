@@ -11,6 +11,7 @@ import structlog
 
 from areal_async.bus import EmbeddedBroker, Role
 from areal_async.cli.main import main
+from areal_async.cli.trajectories import print_list
 from areal_async.config.settings import ModelSettings, Settings
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
@@ -60,6 +61,24 @@ async def test_what_waits_and_what_failed_is_listed_with_its_reason_and_shown_wh
     assert whole.sequences[0].token_ids.tolist() == trajectory("0-3-0", 1).sequences[0].token_ids.tolist()
     with pytest.raises(UserError, match="it is not stored any more"):
         await find_stored(bus, found["0-3-0.1"]._replace(id="0-3-0.7", sibling=7))
+
+
+@pytest.mark.parametrize("subject", ["x", "", "areal.r.trajectories.[/b]\x1b[2J.[/i]\x9b"])
+async def test_a_letter_about_any_subject_is_listed(
+    open_role: OpenRole, subject: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every role may write one, nodes too."""
+    node, operator = await open_role(Role.NODE), await open_role(Role.OPERATOR)
+    letter = DeadLetter(stream="s", subject=subject, sequence=1, reason="bad crc", reader="trainer")
+    await node.publish(node.names.undecodable, letter)
+
+    found = await untrained(operator)
+    print_list(found, limit=0)
+
+    assert [one.error for one in found] == ["undecodable: bad crc"]
+    told = capsys.readouterr().out
+    assert "bad crc" in told
+    assert not set(told) & set("\x1b\x9b")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from textual.geometry import Size
 from textual.timer import Timer
 from textual.widgets import Input, Label, Static
 
-from areal_async.monitor.top.head import head_lines, shown
+from areal_async.monitor.token_text import shown
+from areal_async.monitor.top.head import head_lines
 from areal_async.monitor.top.rows import PANES, Column
 from areal_async.monitor.top.table import PaneTable
 from areal_async.monitor.top.terminal import TopDriver

@@ -7,19 +7,12 @@ from rich.text import Text
 from areal_async.monitor.display import sparkline
 from areal_async.monitor.evaluated import figure
 from areal_async.monitor.snapshot import Status
-from areal_async.monitor.token_text import visible
+from areal_async.monitor.token_text import shown
 from areal_async.monitor.top.view import TopView
 from areal_async.monitor.view import number, reward_text, trained_tokens_per_s
 
 MAX_ALARMS = 3
 BAR_WIDTH = 12
-MAX_CHARACTERS = 1000
-"""Characters that are shown of one value, which may have any length: more than any terminal shows on a line."""
-
-
-def shown(value: str) -> str:
-    """Return a value as it can be shown on one line, whatever bytes it is made of."""
-    return visible(value[:MAX_CHARACTERS], newline=" ")
 
 
 def head_lines(view: TopView, width: int) -> Iterator[Text]:

@@ -154,13 +154,13 @@ def _server_row(server: Server) -> Row:
     state = f"fenced: {server['reason']}" if server["is_fenced"] else str(server.get("fence") or "serves")
     state += f", waits for {server['waits_for']}" if server.get("waits_for") else ""
     after = f" (last failure: {server['failure']})" if server.get("failure") else ""
-    first_s = server.get("first_token_mean_s")
+    has_first = isinstance(server.get("first_token_mean_s"), int | float)
     cells = (
         str(server["id"]),
         str(server["version"] or "none"),
         f"{number(server, 'tokens_per_s'):.0f}",
         requests,
-        f"{1000 * first_s:.0f}" if isinstance(first_s, int | float) else "",
+        f"{1000 * number(server, 'first_token_mean_s'):.0f}" if has_first else "",
         str(int(number(server, "outstanding_tokens"))),
         str(num_swaps),
         f"{1000 * number(server, 'swap_total_s') / num_swaps:.0f}" if num_swaps else "",
@@ -208,8 +208,9 @@ def _event_row(event: Mapping[str, Any]) -> Row:
 
 @functools.lru_cache(MAX_KEYS)  # the same names come with every answer
 def natural(text: str) -> tuple[tuple[int, str], ...]:
-    """Return what sorts ``0-10`` after ``0-2``."""
-    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(text))
+    """Return what sorts ``0-10`` after ``0-2``, however many digits a number has."""
+    parts = [(part.isdecimal(), part) for part in _DIGITS.split(text)]
+    return tuple((len(part.lstrip("0")), part.lstrip("0")) if is_number else (-1, part) for is_number, part in parts)
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from areal_async.monitor.top.head import shown
+from areal_async.monitor.token_text import shown
 from areal_async.monitor.top.rows import Column, PaneRows, Row
 
 MIN_LAST_WIDTH, MIN_WORDS_WIDTH = 24, 16

@@ -144,6 +144,30 @@ def test_one_screen_tells_the_step_the_queue_and_who_is_missing(width: int) -> N
     assert max(map(len, text.splitlines())) <= width
 
 
+@pytest.mark.parametrize("evil", ["\x1b]0;x\x07\x9b2J", "[/b][red]", "\ud800\u202e", "9" * 5000])
+@pytest.mark.parametrize("number", ["many", None, {}, 10**400])
+def test_what_a_node_says_of_itself_does_not_act_on_the_terminal(evil: str, number: object) -> None:
+    """Anybody who has a node's key may say it."""
+    server = ServerState(server_id="0-0", node_id=evil, url="", version=evil, failure=evil)
+    report = {"state": evil, "waits_for": evil, "up_s": number, "pid": number}
+    reports = {("node", evil): {**report, "servers": {"0-0": {"num_requests": number, "tokens_per_s": number}}}}
+    members, servers = list(members_of(SETTINGS, reports, {})), [server_of(server, reports)]
+    status = Status(
+        run="g", state="running", reason="", step=1, steps=2, weights_version=evil, reward_mean=0.5, accuracy=None,
+        members=members, servers=servers, notes=[f"server 0-0 waits for {evil}"],
+    )  # fmt: skip
+    file = io.StringIO()
+    console = Console(width=120, file=file, highlight=False)
+
+    console.print(*render(status), sep="\n")
+
+    told = file.getvalue()
+    assert not set(told) & set("\x1b\x07\x9b\ud800\u202e")
+    assert len(told) < 50 * 1000
+    if evil.startswith("["):
+        assert f"node {evil}" in told
+
+
 def test_a_server_goes_with_its_node_whatever_was_said_of_it_last() -> None:
     server = ServerState(server_id="0-0", node_id="0", url="", version="1-3")
 

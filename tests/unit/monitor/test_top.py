@@ -13,7 +13,7 @@ from textual.pilot import Pilot
 
 from areal_async.monitor.snapshot import MISSING, OK, Member, Status
 from areal_async.monitor.top.app import HELP, KEYS, MIN_HEIGHT, MIN_PAUSE_S, MIN_WIDTH, TYPING, TopApp
-from areal_async.monitor.top.rows import PANES, PaneRows, Row
+from areal_async.monitor.top.rows import PANES, PaneRows, Row, natural
 from areal_async.monitor.top.view import KEPT_S, TopView
 
 pytestmark = pytest.mark.anyio
@@ -257,6 +257,24 @@ def test_servers_tell_their_speed_and_are_sorted_by_trouble_load_speed_and_versi
     assert [row[0] for row in by_sort["load"]] == ["0-1", "0-0"]
     assert [row[0] for row in by_sort["tokens/s"]] == ["0-0", "0-1"]
     assert [row[1] for row in by_sort["version"]] == ["1-9", "1-10"]
+
+
+def test_names_are_in_the_order_of_their_numbers_however_many_digits_these_have() -> None:
+    names = ["0-10", "0-2", "1-0", "a", "9" * 5000, "1" + "0" * 5000]
+
+    assert sorted(names, key=natural) == ["0-2", "0-10", "1-0", "9" * 5000, "1" + "0" * 5000, "a"]
+
+
+@pytest.mark.parametrize("number", [10**400, "soon", None, {}])
+def test_a_number_of_a_server_that_is_none_leaves_its_row_as_it_is(view: TopView, number: object) -> None:
+    server = {"id": "0-0", "version": "1-2", "is_fenced": False, "reason": ""}
+    view.status = _status(servers=[server])
+    said = {"first_token_mean_s": number, "num_requests": number}
+    view.take_reports({("node", "0"): {"servers": {"0-0": said}}}, now_s=10)
+
+    ((name, version, *_, state),) = _rows(view, "servers")
+
+    assert (name, version, state) == ("0-0", "1-2", "serves")
 
 
 def test_waits_and_leases_come_from_what_the_roles_wait_for(view: TopView) -> None:

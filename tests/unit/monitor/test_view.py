@@ -10,6 +10,7 @@ from rich.console import Console
 
 from areal_async.config.settings import DatasetSettings, RolloutSettings, RunSettings, Settings, TaskSettings
 from areal_async.monitor.display import LiveDisplay, PlainDisplay, render, sparkline
+from areal_async.monitor.token_text import visible
 from areal_async.monitor.view import KEPT_STEPS, RunView, event_text, notice_text
 from areal_async.process.json_lines import JsonLines, read_json_lines
 
@@ -287,6 +288,19 @@ def test_panel_shows_steps_servers_groups_and_who_waits(view: RunView) -> None:
         "admitting, waits for credit",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize("evil", ["\x1b]0;x\x07\x9b2J", "[/b][red]", "\u202e"])
+def test_what_a_node_says_of_itself_neither_acts_on_the_terminal_nor_ends_the_panel(view: RunView, evil: str) -> None:
+    """It is the launcher that draws it."""
+    servers = {evil: {"version": evil, "fence": evil}}
+    view.on_metrics(METRICS + "node.0", _node_report(evil, servers=servers))
+
+    text = _drawn(view)
+
+    assert not set(text) & set("\x1b\x07\x9b\u202e")
+    assert f"server {visible(evil)}" in text
+    assert f"node {visible(evil)}" in text
 
 
 def test_panel_says_how_many_prompts_a_curriculum_has_passed_over(view: RunView) -> None:
