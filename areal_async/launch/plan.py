@@ -27,6 +27,8 @@ TRAINER_STOP_S = 600.0
 NODE_STOP_S = 60.0
 """To store what is finished and end its servers."""
 CONTROLLER_STOP_S = 20.0
+LEAST_PROCESS_BYTES = 200_000_000
+"""What a rank or a server takes at the least for itself, without a model: torch is loaded in each."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Where torch reads how its allocator of GPU memory works; the second name is the older one, and is read first."""
 EXPANDABLE = "expandable_segments:True"
@@ -117,9 +119,10 @@ def share_gpus(
     """Return the GPUs of the node and those of the trainer: apart, or the first ones for both where it ``colocates``.
 
     Raises:
-        UserError: there are fewer GPUs than they need.
+        UserError: there are fewer GPUs than they need; or none, and more processes than the memory holds.
     """
     if not gpus:
+        _check_room(num_inference, num_trainer)
         return (), ()
     if num_trainer > len(gpus):
         raise UserError(
@@ -141,6 +144,18 @@ def share_gpus(
             "both on the same GPUs, or lower inference.num_servers or trainer.num_ranks"
         )
     return gpus[:num_inference], gpus[num_inference : num_inference + num_trainer]
+
+
+def _check_room(num_inference: int, num_trainer: int) -> None:
+    """Refuse what would stop this host before it fails: where there are no GPUs, nothing else bounds the number."""
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // LEAST_PROCESS_BYTES
+    if num_inference + num_trainer > most:
+        by_size = {num_trainer: "trainer.num_ranks", num_inference: "inference.num_servers"}
+        largest = max(by_size)
+        raise UserError(
+            f"{by_size[largest]}: got {largest} without GPUs, need at most {most} ranks and servers on a host, which "
+            f"take {LEAST_PROCESS_BYTES / 1e6:.0f} MB of its memory each before any model; lower it"
+        )
 
 
 def places_of_ranks(trainer: EngineSettings, *, gpus: tuple[str, ...], hosts: Sequence[str]) -> "list[Place]":

@@ -57,6 +57,18 @@ def test_more_ranks_or_servers_than_gpus_are_refused() -> None:
         share_gpus(FOUR, num_inference=5, num_trainer=1)
 
 
+@pytest.mark.parametrize(
+    ("num_inference", "num_trainer", "setting"),
+    [(1, 10**6, "trainer.num_ranks"), (10**6, 1, "inference.num_servers"), (10**6, 0, "inference.num_servers")],
+)
+def test_more_processes_than_the_memory_holds_are_refused_where_no_gpus_bound_them(
+    num_inference: int, num_trainer: int, setting: str
+) -> None:
+    """A thousand ranks stop a machine long before one of them fails."""
+    with pytest.raises(UserError, match=rf"^{setting}: got 1000000 without GPUs, need at most \d+ "):
+        share_gpus((), num_inference=num_inference, num_trainer=num_trainer)
+
+
 def test_process_groups_are_planned_in_the_order_in_which_they_are_stopped(tmp_path: Path) -> None:
     groups = plan_groups(Settings(), RunDirectory(tmp_path), gpus=())
 
