@@ -81,7 +81,7 @@ async def opened_trial(
                 version=facts[0].version if facts else NO_VERSION,
                 eval_id=eval_id,
             )
-            async with _watched(user_code, deadline_s=settings.run.watchdog_s):
+            async with _watched(user_code, deadline_s=settings.rollout.loop_deadline_s):
                 yield trial, codec
 
 

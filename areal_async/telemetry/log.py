@@ -167,8 +167,12 @@ def _formatter(shared: list[Processor], last: list[Processor]) -> logging.Format
 
 
 def _readable(logger: WrappedLogger, method: str, event: EventDict) -> str:
-    """Render ``12:00:01 warning node: server.fenced server_id=s0 (RuntimeError: ...)``; never more than one line."""
+    """Render ``12:00:01 warning node: server.fenced server_id=s0 (RuntimeError: ...)``; never more than one line.
+
+    A stack (``frames``) stands in the file alone: a person is told the place.
+    """
     fields = dict(event)
+    fields.pop("frames", None)
     error = _error_of(fields.pop("exc_info", None))
     head = f"{str(fields.pop('timestamp'))[11:19]} {fields.pop('level')} {fields.pop('role')}: {fields.pop('event')}"
     tail = [f"{key}={value}" for key, value in fields.items()]

@@ -112,7 +112,7 @@ def test_every_way_to_fail_is_shown_with_its_cause_and_the_users_line(engine: Se
 
     done = attempt(
         str(file), "--n", "5", "--server", str(engine.http.base_url),
-        "--run.watchdog_s", "2", "--rollout.episode_deadline_s", "15", temporary=temporary,
+        "--rollout.loop_deadline_s", "5", "--rollout.episode_deadline_s", "15", temporary=temporary,
     )  # fmt: skip
 
     assert done.returncode == 1, done.stderr
@@ -121,7 +121,7 @@ def test_every_way_to_fail_is_shown_with_its_cause_and_the_users_line(engine: Se
         "failed: workflow bad: returned without a call of the model",
         "failed: workflow bad: ran past rollout.episode_deadline_s = 15 s",
         "await asyncio.sleep(3600) # waits here",
-        "failed: held up the event loop for run.watchdog_s = 2 s, at",
+        "failed: held up the event loop for rollout.loop_deadline_s = 5 s, at",
         "time.sleep(3600) # stands here",
         "failed: workflow bad: returned 'good', need a float",
         "row 0 has no column 'reply', its columns are question, answer",

@@ -63,6 +63,6 @@ class LoopInterrupter:
         place = self._user_code.innermost(frame)
         if place is not None:
             raise WorkflowError(
-                f"held up the event loop for run.watchdog_s = {self._deadline_s:g} s, at {place}; await what takes "
-                "long, or run it in a thread (anyio.to_thread.run_sync) or as a @reward"
+                f"held up the event loop for rollout.loop_deadline_s = {self._deadline_s:g} s, at {place}; await what "
+                "takes long, or run it in a thread (anyio.to_thread.run_sync) or as a @reward"
             )

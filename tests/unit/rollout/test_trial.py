@@ -155,7 +155,7 @@ async def nonsense(prompt: Prompt, policy: Policy) -> Rewards:
 @pytest.mark.parametrize(
     ("workflow", "reason", "last_location"),
     [
-        (held_up, "held up the event loop for run.watchdog_s = 1 s, at", "in held_up"),
+        (held_up, "held up the event loop for rollout.loop_deadline_s = 1 s, at", "in held_up"),
         (hanging, "workflow w: ran past rollout.episode_deadline_s = 1 s", "in hanging"),
         (
             without_column,

@@ -85,6 +85,15 @@ def test_stderr_gets_warnings_alone_in_one_line(tmp_path: Path, capsys: pytest.C
     assert error.endswith("warning node: server.fenced server_id=s0 reason=two | lines\n")
 
 
+def test_a_stack_stands_in_the_file_and_not_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("try", tmp_path)
+
+    structlog.get_logger().warning("loop.blocked", place="mine.py:3 mine", frames=["run.py:1 run", "mine.py:3 mine"])
+
+    assert capsys.readouterr().err.endswith("warning try: loop.blocked place=mine.py:3 mine\n")
+    assert json.loads((tmp_path / "try.jsonl").read_text())["frames"] == ["run.py:1 run", "mine.py:3 mine"]
+
+
 def test_exceptions_keep_their_traceback_in_the_file_and_their_sentence_on_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
