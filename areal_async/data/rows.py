@@ -44,11 +44,16 @@ def check_columns(rows: Any, columns: tuple[str, ...], settings: DatasetSettings
     """Make sure that the rows have these columns.
 
     Raises:
-        UserError: one is missing.
+        UserError: some are missing; it names the settings that say which column is meant.
     """
     missing = [column for column in columns if column not in rows.column_names]
     if missing:
-        raise UserError(f"dataset: {settings.source} has columns {rows.column_names}, need {missing[0]!r}")
+        meant = [name for name in type(settings).model_fields if name not in DatasetSettings.model_fields]
+        flags = [f"--dataset.{name}" for name in meant if getattr(settings, name) in missing]
+        cure = f"; say which column is meant with {', '.join(flags)}" if flags else ""
+        raise UserError(
+            f"dataset: {settings.source} has columns {rows.column_names}, need {', '.join(map(repr, missing))}{cure}"
+        )
 
 
 def _load(settings: DatasetSettings) -> Any:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_async.config.reward_model import PairDatasetSettings
 from areal_async.config.settings import DatasetSettings
 from areal_async.data.rows import check_columns, load_rows
 from areal_async.errors import UserError
@@ -116,6 +117,13 @@ def test_a_missing_column_is_told_with_those_that_are_there(folder: Path) -> Non
 
     with pytest.raises(UserError, match=r"has columns \['question', 'answer'\], need 'prompt'"):
         check_columns(load_rows(settings), ("prompt",), settings)
+
+
+def test_all_missing_columns_are_told_at_once_with_the_settings_that_name_others(folder: Path) -> None:
+    settings = PairDatasetSettings(path=str(folder / "rows.jsonl"), rejected="worse")
+
+    with pytest.raises(UserError, match=r"need 'chosen', 'worse'; .* with --dataset.chosen, --dataset.rejected$"):
+        check_columns(load_rows(settings), ("question", "chosen", "worse"), settings)
 
 
 def test_a_hub_name_that_cannot_be_reached_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
