@@ -59,6 +59,25 @@ async def test_fetch_waits_for_the_first_message(open_role: OpenRole) -> None:
     assert fetched == [b"0"]
 
 
+async def test_a_message_that_is_the_last_is_had_with_one_request(open_role: OpenRole) -> None:
+    controller, node = await open_role(Role.CONTROLLER), await open_role(Role.NODE)
+    sent = node.connection.client.stats
+
+    async with node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
+        assert await inbox.fetch(2, wait_s=0) == []
+        before = sent["out_msgs"]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: inbox.fetch(2, wait_s=PATIENCE_S))
+            await until(lambda: sent["out_msgs"] > before)
+            await publish_tickets(controller, 1)
+        num_sent_for_one = sent["out_msgs"] - before
+        await publish_tickets(controller, 3)  # two more: the first is known
+        more = await inbox.fetch(2, wait_s=PATIENCE_S)
+
+    assert num_sent_for_one == 1
+    assert [delivery.data for delivery in more] == [b"1", b"2"]
+
+
 async def test_what_is_given_back_comes_again_and_what_is_termed_does_not(open_role: OpenRole) -> None:
     controller, node = await open_role(Role.CONTROLLER), await open_role(Role.NODE)
     await publish_tickets(controller, 3)
