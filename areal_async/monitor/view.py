@@ -26,6 +26,8 @@ NUM_RECENT_STEPS = 10
 STEP_PARTS = {"waiting for data": "time_wait_data_s", "training": "time_train_s", "weights": "time_weights_s"}
 """What a step's time goes into -> its metric."""
 KEPT_STEPS = 500
+MAX_REPORTS = 2048
+"""Nodes that come and go have new names; of more than these the ones silent for longest are forgotten."""
 """Newest lines of ``metrics.jsonl`` that are held: more than is drawn, and than a restored trainer takes back."""
 
 
@@ -55,7 +57,7 @@ class RunFigures:
     @property
     def nodes(self) -> dict[str, Report]:
         """What every node said, by its id."""
-        return {instance: report for (role, instance), report in self.reports.items() if role == "node"}
+        return {instance: report for (role, instance), report in sorted(self.reports.items()) if role == "node"}
 
     @property
     def servers(self) -> dict[str, dict[str, Any]]:
@@ -105,7 +107,11 @@ class RunView(RunFigures):
             return
         role, _, instance = subject.split(".", 3)[-1].partition(".")
         if role == "node":
-            self.reports[role, str(message.get("node_id", instance))] = message
+            node = role, str(message.get("node_id", instance))
+            self.reports.pop(node, None)  # at the end then: those in front have been silent for longest
+            self.reports[node] = message
+            if len(self.reports) > MAX_REPORTS:
+                del self.reports[next(one for one in self.reports if one[0] == role)]
         elif role == "controller" or (role == "trainer" and "state" in message):  # a step comes from the file
             self.reports[role, "0"] = message
 

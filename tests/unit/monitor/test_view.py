@@ -11,7 +11,7 @@ from rich.console import Console
 from areal_async.config.settings import DatasetSettings, RolloutSettings, RunSettings, Settings, TaskSettings
 from areal_async.monitor.display import LiveDisplay, PlainDisplay, render, sparkline
 from areal_async.monitor.token_text import visible
-from areal_async.monitor.view import KEPT_STEPS, RunView, event_text, notice_text
+from areal_async.monitor.view import KEPT_STEPS, MAX_REPORTS, RunView, event_text, notice_text
 from areal_async.process.json_lines import JsonLines, read_json_lines
 
 METRICS = "areal.g.metrics."
@@ -125,6 +125,18 @@ def test_roles_say_what_they_do_and_for_whom_they_wait(view: RunView) -> None:
     }
     assert view.sum_of_nodes("tokens_per_s") == 1200.5
     assert view.controller["in_flight"] == 9
+
+
+def test_of_nodes_that_come_and_go_those_silent_for_longest_are_forgotten(view: RunView) -> None:
+    view.on_metrics(METRICS + "controller.0", b'{"state": "admitting"}')
+    view.on_metrics(METRICS + "node.stays", _node_report("stays"))
+
+    for number in range(2 * MAX_REPORTS):
+        view.on_metrics(METRICS + f"node.{number}", _node_report(f"{number}"))
+        view.on_metrics(METRICS + "node.stays", _node_report("stays"))
+
+    assert len(view.reports) == MAX_REPORTS
+    assert {("controller", "0"), ("node", "stays"), ("node", f"{2 * MAX_REPORTS - 1}")} <= view.reports.keys()
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[1]", b"7", b'{"state"'])
