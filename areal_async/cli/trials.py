@@ -1,6 +1,7 @@
 """What ``try`` and ``eval`` run workflows in: a server, an endpoint and a trial, as a node has them, without a bus."""
 
 import shutil
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -109,7 +110,10 @@ def _compare_tokenizers(ours: str, facts: Sequence[Facts], tell: Callable[[str],
 
 
 class TemporaryFolder:
-    """A folder to which a verb logs, and which is gone afterwards, unless an error tells the user to look into it."""
+    """A folder to which a verb logs, and which is gone afterwards, unless an error tells the user to look into it.
+
+    Until then SIGTERM ends the verb as Ctrl-C does.
+    """
 
     def __init__(self, verb: str) -> None:
         self._verb = verb
@@ -117,9 +121,11 @@ class TemporaryFolder:
     def __enter__(self) -> Path:
         self._folder = Path(tempfile.mkdtemp(prefix=f"areal-{self._verb}-"))
         log.configure(self._verb, self._folder)
+        self._before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         return self._folder
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
         told = [] if error is None else leaves_of(error)
         if not any(str(self._folder) in str(leaf) for leaf in told):
             log.configure(self._verb, None)  # what is logged from here on, as Python ends, has no file to go to

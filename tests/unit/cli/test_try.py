@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import signal
 import tempfile
 from pathlib import Path
 
@@ -125,6 +126,16 @@ def test_what_is_logged_after_the_folder_of_logs_is_gone_goes_to_stderr_alone(
     structlog.get_logger().warning("late")
     assert capsys.readouterr().err.endswith(" warning try: late\n")
     assert list((place / "temporary").iterdir()) == []
+
+
+def test_a_signal_to_end_leaves_no_folder_and_is_then_what_it_was(place: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt), TemporaryFolder("try"):
+        signal.raise_signal(signal.SIGTERM)
+
+    assert list((place / "temporary").iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_folder_of_logs_that_an_error_names_is_kept_and_written_to(place: Path) -> None:
