@@ -235,7 +235,9 @@ def choose_config(file: str | None, config: str | None, *, has_gpu: bool) -> Pat
     wanted = default_config(file, has_gpu=has_gpu)
     if not wanted.is_file():
         stem, kind = parts_of(file)[0].stem, "a GPU" if has_gpu else "no GPU"
-        raise UserError(f"run: no file {wanted}, the settings of {stem} where {kind} is found; name --config FILE.yaml")
+        raise UserError(
+            f"--config: no file {wanted}, the settings of {stem} where {kind} is found; name --config FILE.yaml"
+        )
     return wanted
 
 
@@ -249,7 +251,9 @@ def load_run_settings(config: Path, file: str | None, overrides: Sequence[str]) 
     if file is not None and not any(is_same_function(task.workflow, file) for task in settings.tasks):
         if len(settings.tasks) > 1:
             names = ", ".join(task.workflow for task in settings.tasks)
-            raise UserError(f"run: got {file}, but {config} has the tasks {names}; leave the workflow out, or take one")
+            raise UserError(
+                f"workflow: got {file}, but {config} has the tasks {names}; leave the workflow out, or take one"
+            )
         settings = load_settings(config, ["--tasks.0.workflow", file, *overrides])
     if not settings.tasks:
         raise UserError(f"tasks: got none, need at least one; set tasks in {config}")
