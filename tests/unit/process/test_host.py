@@ -73,6 +73,8 @@ def test_a_process_takes_those_of_its_hosts_gpus_whose_places_it_is_told(
     monkeypatch: pytest.MonkeyPatch, driver: Driver
 ) -> None:
     driver(GPU.format(0, "a"), MIG.format(0, "x"), MIG.format(1, "y"), GPU.format(1, "b"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # remembered, and so put back: what is set below is not
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv(PLACES, "1,2")
     take_gpus()
     assert visible_gpus() == ("MIG-y", "1"), "as the driver has them"
