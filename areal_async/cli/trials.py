@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import FrameType
 
 import anyio
 import anyio.to_thread
@@ -121,7 +122,7 @@ class TemporaryFolder:
     def __enter__(self) -> Path:
         self._folder = Path(tempfile.mkdtemp(prefix=f"areal-{self._verb}-"))
         log.configure(self._verb, self._folder)
-        self._before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        self._before = signal.signal(signal.SIGTERM, _as_ctrl_c)
         return self._folder
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -130,3 +131,11 @@ class TemporaryFolder:
         if not any(str(self._folder) in str(leaf) for leaf in told):
             log.configure(self._verb, None)  # what is logged from here on, as Python ends, has no file to go to
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _as_ctrl_c(_: int, frame: FrameType | None) -> None:
+    """Do what Ctrl-C does here, also where a shell has this process ignore that, as one in the background."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler):
+        raise KeyboardInterrupt
+    handler(signal.SIGINT, frame)

@@ -130,9 +130,13 @@ def test_what_is_logged_after_the_folder_of_logs_is_gone_goes_to_stderr_alone(
 
 def test_a_signal_to_end_leaves_no_folder_and_is_then_what_it_was(place: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
+    ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
 
-    with pytest.raises(KeyboardInterrupt), TemporaryFolder("try"):
-        signal.raise_signal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt), TemporaryFolder("try"):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGINT, ctrl_c)
 
     assert list((place / "temporary").iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) is before
