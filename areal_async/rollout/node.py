@@ -50,6 +50,8 @@ CLAIM_S = 5.0
 """Time between two looks at the keys of this node's own servers; longer where there are many nodes."""
 NUM_CLAIMS = 12
 """Every so many of these, those of all nodes: they are many, and all nodes read them."""
+FIRST_CLAIMS = 3
+"""So are the first: many nodes that start at once do not know of one another at the very first."""
 SPARE_STREAMS = 64
 SIGN_OFF_DEADLINE_S = 2.0
 
@@ -227,7 +229,7 @@ class _Node:
         """
         names, bus = self._bus.names, self._bus
         for number in itertools.count():
-            if number % NUM_CLAIMS:
+            if number >= FIRST_CLAIMS and number % NUM_CLAIMS:
                 own = [names.server_key(server_id) for server_id in self._fleet.pool.servers]
                 found = await bus.entries_of(own, ServerState) if own else {}
             else:

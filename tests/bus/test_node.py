@@ -45,7 +45,7 @@ from areal_async.protocol.types import (
     WeightsVersion,
 )
 from areal_async.rollout.leases import Leases
-from areal_async.rollout.node import run_node
+from areal_async.rollout.node import FIRST_CLAIMS, run_node
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.seldom import MOST_TIMES, Seldom
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
@@ -253,6 +253,16 @@ async def test_a_node_speaks_more_seldom_the_more_nodes_have_servers(run: Run, m
     assert kept[0].times == 1.0
     kept[0].note(1_000)
     assert kept[0].times == MOST_TIMES
+
+
+async def test_nodes_that_start_at_once_soon_know_how_many_they_are(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[int] = []
+    monkeypatch.setattr("areal_async.rollout.node.NUM_CLAIMS", 1_000_000)
+    monkeypatch.setattr("areal_async.rollout.node.CLAIM_S", 0.05)
+    monkeypatch.setattr(Seldom, "note", lambda _, num_nodes: noted.append(num_nodes))
+    await run.announce()
+    async with run.running_node():
+        await until(lambda: len(noted) == FIRST_CLAIMS)
 
 
 async def test_a_new_server_waits_until_there_is_room_for_its_key(run: Run) -> None:
