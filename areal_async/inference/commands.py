@@ -1,6 +1,7 @@
 """Which program serves, and its command line: the real SGLang, or the embedded engine with the same routes."""
 
 import importlib.util
+import os
 import secrets
 import sys
 import zlib
@@ -35,6 +36,11 @@ NUM_NAME_BYTES = 8
 NUM_SECRET_BYTES = 32
 MAX_SERVERS_ON_CPU = 32
 """Where no GPU bounds how many there are."""
+NCCL_MEMORY = "NCCL_CUMEM_ENABLE"
+"""Says how nccl has GPUs of one host reach each other's memory; the ranks of a group must do it alike, or one cannot
+open what another gives it. SGLang sets it to 0 for itself where it is not set; nccl, left alone, mostly takes 1."""
+SYMMETRIC = "--enable-symm-mem"
+"""SGLang's flag with which it sets that to 1, whatever was set."""
 DETERMINISTIC = "--enable-deterministic-inference"
 """SGLang's flag without which it takes the seed of a request and does nothing with it."""
 
@@ -84,7 +90,7 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
     place = first_gpu + index * inference.tensor_parallel
     if index >= inference.num_servers:  # it was added, and comes after those of frozen policies
         place += settings.num_inference_gpus - inference.num_gpus
-    environment = _gpu_share(gpus, place, inference.tensor_parallel)
+    environment = _gpu_share(gpus, place, inference.tensor_parallel) | nccl_environment(inference)
     if is_sglang:
         arguments += ["--incremental-streaming-output"]
         if inference.tensor_parallel > 1:
@@ -124,6 +130,13 @@ def choose_backend(inference: InferenceSettings) -> Literal["sglang", "embedded"
         return "sglang"
     has_sglang = importlib.util.find_spec("sglang") is not None
     return "sglang" if has_sglang and visible_gpus() else "embedded"
+
+
+def nccl_environment(inference: InferenceSettings) -> dict[str, str]:
+    """Return what trainer and servers both have in their environment, where weights are broadcast between them."""
+    if inference.weight_transfer != "distributed":
+        return {}
+    return {NCCL_MEMORY: "1" if SYMMETRIC in inference.flags else os.environ.get(NCCL_MEMORY, "0")}
 
 
 def draws_by_seed(inference: InferenceSettings) -> bool:

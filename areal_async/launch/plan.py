@@ -13,6 +13,7 @@ from areal_async.config.settings import Settings
 from areal_async.config.trainer import EngineSettings
 from areal_async.errors import UserError
 from areal_async.inference.card_share import CardShare
+from areal_async.inference.commands import nccl_environment
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.blockages import excuse_for
 from areal_async.launch.run_directory import RunDirectory
@@ -69,6 +70,7 @@ def plan_groups(
 
     def trainer_specs() -> list[ProcessSpec]:
         base = role_spec(directory, "trainer", "trainer", num_threads=settings.trainer.num_threads, place=ANYWHERE)
+        base = replace(base, environment={**base.environment, **nccl_environment(settings.inference)})
         chosen = places.of_ranks(absent)
         num_ranks = settings.trainer.ranks_per_host * len(chosen)
         return rank_specs(

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from areal_async.config.settings import InferenceSettings
+from areal_async.inference.commands import nccl_environment
 from areal_async.inference.weight_group import GLOO, NCCL
 from areal_async.launch.interpreters import _check_nccl
 from tests.gpu import servers
@@ -15,7 +18,9 @@ TOLERANCE = 0.05
 """Largest difference of a logprob, bfloat16 beside float32; other weights differ by whole units."""
 
 
-def test_sglang_serves_what_nccl_brought_it(models: list[Path]) -> None:
+def test_sglang_serves_what_nccl_brought_it(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in nccl_environment(InferenceSettings(weight_transfer="distributed")).items():
+        monkeypatch.setenv(name, value)  # for the server too
     if DEVICE == "cuda":  # two versions do not meet, and say less of it
         _check_nccl(servers.settings_of(models[0]))
     server = servers.start(models[0], servers.SMALL)

@@ -8,6 +8,7 @@ import pytest
 
 from areal_async.config.settings import InferenceSettings, PolicySettings, Settings, TrainerSettings
 from areal_async.errors import UserError
+from areal_async.inference.commands import server_command
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.plan import plan_groups, share_gpus
 from areal_async.launch.run_directory import RunDirectory
@@ -117,6 +118,29 @@ def test_ranks_on_gpus_have_memory_that_grows_unless_the_user_says_how_it_is_to_
     assert (chosen(FOUR), chosen(())) == ("expandable_segments:True", None)
     monkeypatch.setenv(name, "backend:cudaMallocAsync")
     assert chosen(FOUR) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "taken"),
+    [(None, (), "0"), ("1", (), "1"), (None, ("--enable-symm-mem",), "1"), ("0", ("--enable-symm-mem",), "1")],
+)
+def test_nccl_reaches_memory_alike_on_both_sides_of_a_broadcast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, flags: tuple[str, ...], taken: str
+) -> None:
+    """SGLang changes what its own nccl does, unless that is said, and then a rank's cannot open the memory of it."""
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", given)
+
+    def chosen(transfer: str) -> set[str | None]:
+        inference = InferenceSettings.model_validate({"weight_transfer": transfer, "flags": flags, "backend": "sglang"})
+        settings = Settings(inference=inference)
+        trainer, *_ = plan_groups(settings, RunDirectory(tmp_path), gpus=FOUR)
+        sides = (trainer.make_specs()[0], server_command(settings, server_id="a", index=0))
+        return {side.environment.get("NCCL_CUMEM_ENABLE") for side in sides}
+
+    assert chosen("distributed") == {taken}
+    assert chosen("disk") == {None}
 
 
 @pytest.mark.parametrize(("given", "taken"), [(None, "1"), ("4", "4")])
