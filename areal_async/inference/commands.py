@@ -28,6 +28,8 @@ SGLANG_ON_CPU = (
 """SGLang's defaults want a GPU; ``inference.flags`` come later on the command line and win."""
 MEMORY_SAVER = "--enable-memory-saver"
 """SGLang's flag without which it releases nothing when it is told to."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where torch reads how its allocator of GPU memory works; the second name is the older one, and is read first."""
 UNEVEN_GPUS = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 """Has SGLang start where the trainer has taken more of one of a server's GPUs so far than of another."""
 SGLANG_KEY = "--admin-api-key"
@@ -98,6 +100,7 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
         if is_shared and inference.colocate == "release":
             arguments += [MEMORY_SAVER]
         environment |= UNEVEN_GPUS if is_shared else {}
+        environment |= _fixed_segments() if MEMORY_SAVER in (*arguments, *inference.flags) else {}
         if not gpus:
             arguments += SGLANG_ON_CPU
             environment |= {"OMP_NUM_THREADS": str(inference.num_threads)}
@@ -155,6 +158,15 @@ def _gpu_share(gpus: Sequence[str], first: int, num_gpus: int) -> dict[str, str]
         return {}
     share = [gpus[(first + offset) % len(gpus)] for offset in range(min(num_gpus, len(gpus)))]
     return {"CUDA_VISIBLE_DEVICES": ",".join(share)}
+
+
+def _fixed_segments() -> dict[str, str]:
+    """Return what the environment says of torch's allocator, without segments that grow.
+
+    Under those SGLang's memory saver refuses to load the model.
+    """
+    said = {name: os.environ[name].split(",") for name in ALLOCATOR if name in os.environ}
+    return {name: ",".join(one for one in said[name] if "expandable_segments" not in one) for name in said}
 
 
 def _value_of(name: str, flags: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from areal_async.config.settings import Settings
 from areal_async.config.trainer import EngineSettings
 from areal_async.errors import UserError
 from areal_async.inference.card_share import CardShare
-from areal_async.inference.commands import nccl_environment
+from areal_async.inference.commands import ALLOCATOR, nccl_environment
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.blockages import excuse_for
 from areal_async.launch.run_directory import RunDirectory
@@ -30,8 +30,6 @@ NODE_STOP_S = 60.0
 CONTROLLER_STOP_S = 20.0
 LEAST_PROCESS_BYTES = 200_000_000
 """What a rank or a server takes at the least for itself, without a model: torch is loaded in each."""
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch reads how its allocator of GPU memory works; the second name is the older one, and is read first."""
 EXPANDABLE = "expandable_segments:True"
 """Rows differ in length: in segments of fixed sizes, freed memory stays too small for the next."""
 ARENAS = "MALLOC_ARENA_MAX"

@@ -60,6 +60,18 @@ def test_a_server_over_several_shared_gpus_does_not_mind_that_one_is_fuller(monk
     assert "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK" not in apart.environment
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_server_that_gives_memory_back_has_no_segments_that_grow(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A user sets them for the trainer; the library that gives memory back refuses to load under them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv(name, "expandable_segments:True,max_split_size_mb:128")
+
+    released, split = (_server("sglang", colocate) for colocate in ("release", "split"))
+
+    assert released.environment[name] == "max_split_size_mb:128"
+    assert name not in split.environment
+
+
 def test_on_a_cpu_there_is_no_share_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv(VARIABLE, SHARE.environment[VARIABLE])
