@@ -30,6 +30,8 @@ from areal_async.trainer.engine.parallel.ranks import Ranks
 
 STATE = "state"
 PARAMETERS = "parameters"
+COPIED_AHEAD_BYTES = 10_000_000
+"""From a GPU, of what is to be written next: DCP's own default."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -136,7 +138,9 @@ def _write(tensors: dict[str, Tensor], directory: Path, *, ledger: bytes, ranks:
         if ranks.rank == 0:
             rmtree(partial, ignore_errors=True)
             (partial / STATE).mkdir(parents=True)
-    writer = dcp.FileSystemWriter(partial / STATE)  # syncs what it writes
+    # What is copied needs no copies ahead, for which DCP would wait on the stream of training, tensor by tensor.
+    ahead = COPIED_AHEAD_BYTES if planner is None else 0
+    writer = dcp.FileSystemWriter(partial / STATE, per_thread_copy_ahead=ahead)  # syncs what it writes
     try:
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=ranks.control)
     except dcp.CheckpointException as exc:

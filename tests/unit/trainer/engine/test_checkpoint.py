@@ -86,6 +86,20 @@ def test_writing_a_checkpoint_copies_no_tensor(is_staged: bool, ranks: Ranks, tm
     assert engines.load_checkpoint(tmp_path / "1-1") == LEDGER
 
 
+def test_a_checkpoint_is_written_from_its_copies_without_a_look_at_the_gpu(
+    model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits there waits for the steps that are under way meanwhile. Here there is none: a look at it fails."""
+    engines, writer = Engines(actor=engine_of(model, ranks)), CheckpointWriter(ranks)
+    writer.stage(engines.trained)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        writer.write(tmp_path / "1-1", LEDGER)
+
+    assert engines.load_checkpoint(tmp_path / "1-1") == LEDGER
+
+
 def test_a_checkpoint_that_was_not_finished_is_not_there(
     model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
