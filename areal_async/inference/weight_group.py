@@ -115,8 +115,8 @@ class WeightGroup:
             raise WeightGroupError(f"weight group {self.name}: got a broadcast, need a group that met; join it first")
         with _translated(f"weight group {self.name}: a broadcast of {flat.nbytes} bytes broke"):
             if self._kind == NCCL:
-                backend = self._backend
-                _run_within(self._deadline_s, lambda: _broadcast_nccl(backend, flat), is_over=self._is_over)
+                send = partial(_broadcast_nccl, self._backend, flat, torch.cuda.current_stream(flat.device))
+                _run_within(self._deadline_s, send, is_over=self._is_over)
             else:
                 _start_broadcast(self._backend, flat).wait()
 
@@ -180,8 +180,8 @@ def _start_broadcast(backend: Any, flat: torch.Tensor) -> Any:
     return backend.broadcast([flat], options)
 
 
-def _broadcast_nccl(backend: Any, flat: torch.Tensor) -> None:
-    with torch.cuda.device(flat.device):
+def _broadcast_nccl(backend: Any, flat: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    with torch.cuda.stream(stream):  # of the thread that made ``flat``, and its device
         work = _start_broadcast(backend, flat)
         while not work.is_completed():
             time.sleep(_POLL_S)

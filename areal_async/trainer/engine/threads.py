@@ -16,15 +16,26 @@ T = TypeVar("T")
 class EngineThread:
     """The one thread of torch work on a device: the loop stays free, collectives stay in order."""
 
-    def __init__(self, device: torch.device, name: str = "engine") -> None:
+    def __init__(self, device: torch.device, name: str = "engine", *, is_aside: bool = False) -> None:
+        """Begin without a thread, which comes with the first work.
+
+        Args:
+            is_aside: on a GPU its work is ordered among itself alone, and waits for none of the other threads'.
+        """
         self.device = device
-        # CUDA keeps the current device for each thread: streams and contexts would be made on the first GPU else.
-        take = functools.partial(torch.get_device_module(device).set_device, device)
+        take = functools.partial(_take, device, is_aside=is_aside)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=take)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns. A cancelled call goes on in its thread until it ends by itself."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+def _take(device: torch.device, *, is_aside: bool) -> None:
+    # CUDA keeps the current device for each thread: streams and contexts would be made on the first GPU else.
+    torch.get_device_module(device).set_device(device)
+    if is_aside and device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # a thread's own too; all share one else
 
 
 class BackgroundJob:

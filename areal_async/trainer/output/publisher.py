@@ -76,7 +76,8 @@ class WeightsPublisher:
     _announcing: anyio.Lock = field(default_factory=anyio.Lock, init=False)
 
     def __post_init__(self) -> None:
-        self._sending_thread = EngineThread(self.thread.device, "weights")
+        # Beside a step: behind what the engine has queued each bucket would wait for whole passes.
+        self._sending_thread = EngineThread(self.thread.device, "weights", is_aside=True)
 
     async def publish(self, version: Version, *, is_kept: bool = False) -> None:
         """Make the weights as they are now the newest. Every rank calls it; none may train until it returns.

@@ -258,7 +258,8 @@ def test_rank_0_waits_in_nccl_no_longer_than_its_group_is_open(
     nccl: WeightGroup, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer sees that a server is lost, and its step waits no longer for it."""
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     with closing(nccl):
         nccl.meet()
         broadcast = threads.submit(nccl.broadcast, torch.zeros(1))
@@ -266,3 +267,18 @@ def test_rank_0_waits_in_nccl_no_longer_than_its_group_is_open(
 
         with pytest.raises(WeightGroupError, match="nccl: the group is closed"):
             broadcast.result()
+
+
+def test_nccl_goes_by_the_stream_of_who_broadcasts(nccl: WeightGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called in a thread of its own, which would have it wait for all that training has queued."""
+    entered: list[object] = []
+    done = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: threading.get_ident())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(entered.append(stream)))
+    monkeypatch.setattr(Nccl, "broadcast", lambda *_: done)
+
+    with closing(nccl):
+        nccl.meet()
+        nccl.broadcast(torch.zeros(1))
+
+    assert entered == [threading.get_ident()]

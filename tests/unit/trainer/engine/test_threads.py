@@ -78,6 +78,21 @@ async def test_each_thread_of_a_rank_takes_the_ranks_device(monkeypatch: pytest.
     assert taken == dict.fromkeys(used.values(), ranks.device)
 
 
+@pytest.mark.parametrize("is_aside", [True, False])
+async def test_a_thread_aside_has_a_stream_of_its_own_on_a_gpu(monkeypatch: pytest.MonkeyPatch, is_aside: bool) -> None:
+    """All threads of a process share one else, and what is sent beside a step waits for the step."""
+    taken: list[tuple[int, object]] = []
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda of: f"stream of {of}")
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: taken.append((threading.get_ident(), stream)))
+    thread = EngineThread(device, is_aside=is_aside)
+
+    used = await thread.run(threading.get_ident)
+
+    assert taken == ([(used, "stream of cuda:1")] if is_aside else [])
+
+
 async def test_compiled_models_are_asked_in_one_thread(ranks: Ranks) -> None:
     """While torch traces, modules are called its way in every thread of the process."""
     threads = EngineThreads.for_run(Settings(trainer=TrainerSettings(compile=True)), ranks)
