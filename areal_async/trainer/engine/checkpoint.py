@@ -71,7 +71,7 @@ class CheckpointWriter:
             self._copies = make_copies(shards, is_pinned=any(shard.is_cuda for shard in shards.values()))
         torch._foreach_copy_([self._copies[name] for name in shards], list(shards.values()), non_blocking=True)
         if self._ranks.device.type == "cuda":
-            torch.cuda.synchronize(self._ranks.device)
+            torch.cuda.current_stream(self._ranks.device).synchronize()  # of no broadcast, which may wait
 
     def write(self, directory: Path, ledger: bytes) -> None:
         """Write the checkpoint of what was staged, as ``save``. From one thread with the device, all ranks alike."""

@@ -71,7 +71,7 @@ def test_a_checkpoint_made_or_loaded_after_an_inference_pass_is_whole(
 
 @pytest.mark.parametrize("is_staged", [True, False])
 def test_writing_a_checkpoint_copies_no_tensor(is_staged: bool, ranks: Ranks, tmp_path: Path) -> None:
-    model = save_model(tmp_path / "source", num_layers=8, vocab_size=2000)
+    model = save_model(tmp_path / "source", num_layers=8, vocab_size=4000)
     engines = Engines(actor=engine_of(model, ranks))
     engines.save_checkpoint(tmp_path / "1-0", LEDGER)
     writer = CheckpointWriter(ranks)
@@ -82,7 +82,7 @@ def test_writing_a_checkpoint_copies_no_tensor(is_staged: bool, ranks: Ranks, tm
 
     _, counted = count(save)
 
-    assert counted.peak < 2000 * 32 * 4, "the embedding, of which three are written, and all layers"
+    assert counted.peak < 4000 * 32 * 4, "the embedding, of which three are written, and all layers"
     assert engines.load_checkpoint(tmp_path / "1-1") == LEDGER
 
 
