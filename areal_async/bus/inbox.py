@@ -22,8 +22,8 @@ from areal_async.process.bell import Bell
 PULL_S = 10.0
 """A waiting pull lives this long, if nobody says otherwise.
 
-One that a restarted broker has forgotten is asked again on reconnecting; one that a cluster's killed leader had, when its
-time is over.
+One that a restarted broker has forgotten is asked again on reconnecting; one that a cluster's killed leader had, when
+its time is over.
 """
 GRACE_S = 0.5
 """Time after a pull's end within which its last answer may come."""

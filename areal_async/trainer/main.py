@@ -22,6 +22,7 @@ from areal_async.telemetry.exporters.traces import recording
 from areal_async.trainer.batch.feed import BatchFeed
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.reader import JournalReader
+from areal_async.trainer.begin import begin
 from areal_async.trainer.card_turns import CardTurns
 from areal_async.trainer.engine.checkpoint import CheckpointWriter
 from areal_async.trainer.engine.engines import Engines, EngineThreads
@@ -33,7 +34,6 @@ from areal_async.trainer.output.archive import MetricsFile
 from areal_async.trainer.output.broadcast import Broadcaster, address_towards
 from areal_async.trainer.output.checkpointer import Checkpointer
 from areal_async.trainer.output.publisher import WeightsPublisher
-from areal_async.trainer.output.restoring import choose_checkpoint
 from areal_async.trainer.output.served import ServedWeights, sends_adapter
 from areal_async.trainer.output.version_writer import VersionWriter
 from areal_async.trainer.step_runner import StepRunner
@@ -44,16 +44,6 @@ RANK_DEADLINE_S = 600.0
 bucket it is over in."""
 
 log = structlog.get_logger()
-
-
-class _Begin(msgspec.Struct):
-    """Message of rank 0 to the others before anything else."""
-
-    lineage: int
-    sequence: int
-    """Stream sequence of the journal entry that begins the lineage."""
-    checkpoint: str
-    """Folder to restore from; empty for none."""
 
 
 def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
@@ -113,14 +103,14 @@ async def _run_rank(
         anyio.create_task_group() as loops,
     ):
         lineage = await Lineage.take(bus) if ranks.rank == 0 else None
-        begin = await _begin(ranks, lineage)
-        structlog.contextvars.bind_contextvars(lineage=begin.lineage)
-        restored_step = Version.parse(Path(begin.checkpoint).name).step if begin.checkpoint else 0
+        beginning = await begin(ranks, lineage)
+        structlog.contextvars.bind_contextvars(lineage=beginning.lineage)
+        restored_step = Version.parse(Path(beginning.checkpoint).name).step if beginning.checkpoint else 0
         reader = JournalReader(
-            bus, lineage=begin.lineage, restored_step=restored_step, keeps_snapshots=lineage is not None
+            bus, lineage=beginning.lineage, restored_step=restored_step, keeps_snapshots=lineage is not None
         )
         loops.start_soon(reader.run)
-        await reader.read_through(begin.sequence)
+        await reader.read_through(beginning.sequence)
         feed = BatchFeed(bus, settings, lineage, reader.journal) if lineage is not None else None
         threads = EngineThreads.for_run(settings, ranks)
         broadcaster = _broadcaster(settings, lineage, bus_url=bus_url, ranks=ranks)
@@ -151,7 +141,7 @@ async def _run_rank(
             engines=engines,
             threads=threads,
             archiving=archiving,
-            lineage=begin.lineage,
+            lineage=beginning.lineage,
             feed=feed,
         )
         turns = await _card_turns(bus, settings, feed, restored_step, loops)
@@ -170,7 +160,7 @@ async def _run_rank(
         if lineage is not None:
             loops.start_soon(publisher.run_repairs)
         loops.start_soon(_run_metrics, bus, trainer, ranks.rank, settings, run_directory)
-        await trainer.restore(Path(begin.checkpoint) if begin.checkpoint else None)
+        await trainer.restore(Path(beginning.checkpoint) if beginning.checkpoint else None)
         if feed is not None:
             await _start_feed(loops, feed, trainer)
         await trainer.run()
@@ -199,18 +189,6 @@ async def _start_feed(loops: TaskGroup, feed: BatchFeed, trainer: Trainer) -> No
     loops.start_soon(feed.run_tickets)
     await loops.start(feed.run_changes)
     await loops.start(_run_signals, trainer)
-
-
-async def _begin(ranks: Ranks, lineage: Lineage | None) -> _Begin:
-    payload = None
-    if lineage is not None:
-        await choose_checkpoint(lineage)
-        await lineage.read_log()
-        sequence = await lineage.write_begin()
-        path = lineage.checkpoint.path if lineage.checkpoint else ""
-        payload = msgspec.json.encode(_Begin(lineage=lineage.number, sequence=sequence, checkpoint=path))
-    received = await anyio.to_thread.run_sync(ranks.broadcast_bytes, payload, abandon_on_cancel=True)
-    return msgspec.json.decode(received, type=_Begin)
 
 
 def _broadcaster(settings: Settings, lineage: Lineage | None, *, bus_url: str, ranks: Ranks) -> Broadcaster | None:

@@ -1,0 +1,59 @@
+"""Where a trainer begins: rank 0 chooses, the other ranks are told."""
+
+import anyio
+import msgspec
+
+from areal_async.trainer.batch.lineage import Lineage
+from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.output.restoring import choose_checkpoint
+
+WAIT = b"wait"
+WAITS_PER_DEADLINE = 4
+
+
+class Begin(msgspec.Struct):
+    """Message of rank 0 to the others before anything else."""
+
+    lineage: int
+    sequence: int
+    """Stream sequence of the journal entry that begins the lineage."""
+    checkpoint: str
+    """Folder to restore from; empty for none."""
+
+
+async def begin(ranks: Ranks, lineage: Lineage | None) -> Begin:
+    """Begin the lineage, on rank 0; return on every rank where it does. A collective.
+
+    To hold a checkpoint against its digests, all of it is read: of a large model that takes longer than one rank may
+    wait for another, so rank 0 says meanwhile that it is there.
+
+    Args:
+        ranks: those of this trainer.
+        lineage: rank 0's; None on the others.
+
+    Raises:
+        UserError: no checkpoint is whole; in an ExceptionGroup.
+    """
+    order = WAIT
+    chosen = anyio.Event()
+
+    async def choose(lineage: Lineage) -> None:
+        nonlocal order
+        await choose_checkpoint(lineage)
+        await lineage.read_log()
+        sequence = await lineage.write_begin()
+        path = lineage.checkpoint.path if lineage.checkpoint else ""
+        order = msgspec.json.encode(Begin(lineage=lineage.number, sequence=sequence, checkpoint=path))
+        chosen.set()
+
+    async with anyio.create_task_group() as work:
+        if lineage is not None:
+            work.start_soon(choose, lineage)
+        received = WAIT
+        while received == WAIT:
+            if lineage is not None:
+                with anyio.move_on_after(ranks.deadline_s / WAITS_PER_DEADLINE):
+                    await chosen.wait()
+            sent = order if lineage is not None else None
+            received = await anyio.to_thread.run_sync(ranks.broadcast_bytes, sent, abandon_on_cancel=True)
+    return msgspec.json.decode(received, type=Begin)
