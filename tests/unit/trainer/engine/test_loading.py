@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
 
 from areal_async.errors import UserError
+from areal_async.trainer.engine.loading import CAUSAL_LM, empty_decoder
 from areal_async.trainer.engine.parallel.dims import local_shard
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from tests.unit.trainer.counted_memory import count
@@ -136,3 +138,11 @@ def check_memory(by_rank: list[list[dict[str, int]]]) -> None:
         assert sum(one["own"] for one in layouts) == pytest.approx(num_replicas * layouts[0]["model"], rel=0.01), (
             layouts
         )
+
+
+@pytest.mark.parametrize("family", [Qwen2_5_VLConfig, Qwen3VLConfig])
+def test_a_model_that_sees_is_refused_as_nothing_here_sends_it_images(family: Any, tmp_path: Path) -> None:
+    family().save_pretrained(tmp_path)
+
+    with pytest.raises(UserError, match=f"as a causal language model: Unrecognized .*{family.__name__}"):
+        empty_decoder(CAUSAL_LM, tmp_path, stored=torch.float32)
