@@ -176,6 +176,14 @@ class ServerApi:
         """Generate again."""
         await self._call("POST", "/continue_generation", {}, deadline_s)
 
+    async def flush_cache(self, *, deadline_s: float) -> bool:
+        """Forget what it has cached; False where a request needs its own, or waits for its grammar."""
+        try:
+            await self._call("GET", "/flush_cache", None, deadline_s)
+        except RefusalFault:
+            return False
+        return True
+
     async def release_memory(self, *, deadline_s: float) -> None:
         """Give the memory of its cache to other processes. It must be paused, and run nothing: SGLang ends else."""
         await self._call("POST", "/release_memory_occupation", CACHE, deadline_s)

@@ -39,6 +39,7 @@ from areal_async.protocol.types import ADAPTER, UpdateGroup, Version, WeightsVer
 from areal_async.telemetry import spans, wait_graph
 
 STAGING_RETRY_S = 2.0
+GRAMMAR_RETRY_S = 0.5
 REACH_DEADLINE_S = 5.0
 """Deadline for finding the trainer's store where a broadcast says it is."""
 
@@ -150,13 +151,27 @@ class Updater:
             ServerFault: it does not answer, or has not the memory that it gave back.
         """
         self.is_updating = True
-        await self._api.pause("retract", deadline_s=ORDER_DEADLINE_S)
+        await self._pause_idle()
         await self._api.release_memory(deadline_s=ORDER_DEADLINE_S)
         await self._around.card.stay_away(self._server, self._around.publish)
         await self._api.resume_memory(deadline_s=ORDER_DEADLINE_S)
         if self._server.version:
             await self._api.resume(deadline_s=ORDER_DEADLINE_S)
         self.is_updating = False
+
+    async def _pause_idle(self) -> None:
+        """Pause so that it may be told to release its memory: it ends if told so while a request waits for its grammar.
+
+        It looks for grammars that are compiled while it generates alone, so it goes on for a moment where one is.
+        """
+        ends_at_s = anyio.current_time() + ORDER_DEADLINE_S
+        await self._api.pause("retract", deadline_s=ORDER_DEADLINE_S)
+        while self._server.version and not await self._api.flush_cache(deadline_s=ORDER_DEADLINE_S):
+            if anyio.current_time() > ends_at_s:
+                raise ServerFault(f"requests wait for their grammars for longer than {ORDER_DEADLINE_S:g} s")
+            await self._api.resume(deadline_s=ORDER_DEADLINE_S)
+            await anyio.sleep(GRAMMAR_RETRY_S)
+            await self._api.pause("retract", deadline_s=ORDER_DEADLINE_S)
 
     async def _run_frozen(self) -> str:
         """Admit a server that says it runs what it was started with, and leave it alone; return why it does not."""

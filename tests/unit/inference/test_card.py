@@ -18,7 +18,7 @@ from tests.unit.inference.test_updates import RESTORED, Scene, on_disk, scene_of
 
 pytestmark = pytest.mark.anyio
 
-AWAY = ["/pause_generation", "/release_memory_occupation"]
+AWAY = ["/pause_generation", "/flush_cache", "/release_memory_occupation"]
 BACK = ["/resume_memory_occupation", "/continue_generation"]
 
 
@@ -63,6 +63,20 @@ async def test_a_server_gives_its_memory_back_for_a_step_and_takes_it_again() ->
         assert (scene.server.card, card._clock.is_stopped) == (USED, False)
 
 
+async def test_a_server_that_compiles_a_grammar_goes_on_until_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_async.inference.updates.GRAMMAR_RETRY_S", 0.01)
+    async with serving_scene() as (scene, card):
+        scene.fake.failing["/flush_cache"] = (400, {"message": "there are pending requests"})
+        card.hear(held("1-1"))
+        await scene.fake.wait_called("/continue_generation")
+        del scene.fake.failing["/flush_cache"]
+        await scene.fake.wait_called("/release_memory_occupation")
+
+        turns = scene.routes
+        assert turns[-len(AWAY) :] == AWAY
+        assert set(zip(turns[: -len(AWAY) : 2], turns[1 : -len(AWAY) : 2], strict=True)) == {(AWAY[0], BACK[1])}
+
+
 async def test_weights_that_are_announced_in_a_step_are_loaded_after_it() -> None:
     async with serving_scene() as (scene, card):
         await give_way(scene, card, "1-1")
@@ -82,7 +96,8 @@ async def test_a_server_that_nobody_can_be_sure_of_stays_paused_after_a_step() -
         await scene.fake.wait_called("/resume_memory_occupation")
         scene.announce(on_disk("1-0"))
         await scene.until("1-0")
-        assert scene.routes == [*AWAY, BACK[0], *RESTORED], "no token before the weights are known"
+        away = [route for route in AWAY if route != "/flush_cache"]
+        assert scene.routes == [*away, BACK[0], *RESTORED], "no token before the weights are known"
 
 
 async def test_a_server_that_does_not_give_its_memory_back_is_to_be_started_again() -> None:
