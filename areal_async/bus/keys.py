@@ -11,7 +11,7 @@ those that are kept can be read, the newest that this process has read or writte
 
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -154,13 +154,14 @@ class Keys:
         """Return those of these keys that exist, sorted; of one that ends in a dot, all that begin so."""
         return sorted(await self._last(*wanted))
 
-    def watch_key(self, key: str, kind: type[R], *, poll_s: float = POLL_S) -> "Watch[R]":
+    def watch_key(self, key: str, kind: type[R], *, poll_s: float | Callable[[], float] = POLL_S) -> "Watch[R]":
         """Return the endless iterator of a key's values: the present one, then each newer one that is seen.
 
         Values between two looks are skipped, and so is a deletion. It looks whenever the key changes, on
-        every reconnect, and every ``poll_s``.
+        every reconnect, and every ``poll_s``, which may change.
         """
-        return Watch(self, Attention(self.api, self._subject(key), poll_s), key, kind)
+        between_s = poll_s if callable(poll_s) else lambda: poll_s
+        return Watch(self, Attention(self.api, self._subject(key), between_s), key, kind)
 
     async def _value(self, message: Message, kind: type[R]) -> R | None:
         """Return the record in a value or, where that is none, in the newest one before it that is."""

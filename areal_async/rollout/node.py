@@ -46,6 +46,8 @@ DRAIN_GRACE_S = 5.0
 """How long a node that is told to end waits for its running groups before it cancels them."""
 POLL_S = 30.0
 """Time between two looks at keys that this node also hears of."""
+WEIGHTS_POLL_S = 2.0
+"""The newest version is looked at more often, though less so beside many nodes: the trainer may wait for it."""
 CLAIM_S = 5.0
 """Time between two looks at the keys of this node's own servers; longer where there are many nodes."""
 NUM_CLAIMS = 12
@@ -197,7 +199,9 @@ class _Node:
     async def _run_weights(self) -> None:
         """Follow the announced versions; the supervisors change their servers to the newest."""
         key = self._bus.names.weights_key()
-        async for version in self._bus.watch_key(key, WeightsVersion, poll_s=POLL_S):
+        async for version in self._bus.watch_key(
+            key, WeightsVersion, poll_s=lambda: WEIGHTS_POLL_S * self._seldom.times
+        ):
             log.info("weights.announced", version=version.version, kind=version.kind)
             self._fleet.target.announce(version)
 

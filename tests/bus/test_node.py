@@ -15,6 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, take_trainer_consumer
+from areal_async.bus.log import StreamReader
 from areal_async.bus.streams import forget_nodes
 from areal_async.config.settings import (
     BusSettings,
@@ -29,6 +30,7 @@ from areal_async.config.settings import (
 )
 from areal_async.errors import UserError
 from areal_async.inference.pool import ServerPool
+from areal_async.process.bell import Bell
 from areal_async.protocol import wire
 from areal_async.protocol.run_state import DISOWNED, LEFT, Change, Changes, FleetMembers, ServerState
 from areal_async.protocol.subjects import CHANGES
@@ -253,6 +255,23 @@ async def test_a_node_speaks_more_seldom_the_more_nodes_have_servers(run: Run, m
     assert kept[0].times == 1.0
     kept[0].note(1_000)
     assert kept[0].times == MOST_TIMES
+
+
+async def test_a_version_that_a_node_did_not_hear_of_is_looked_for_more_often_than_other_keys(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unheard(self: StreamReader, subject: str) -> Bell:
+        return Bell()
+
+    monkeypatch.setattr(StreamReader, "bell", unheard)
+    monkeypatch.setattr("areal_async.rollout.node.POLL_S", 10 * PATIENCE_S)
+    monkeypatch.setattr("areal_async.rollout.node.WEIGHTS_POLL_S", 0.1)
+    await run.announce("1-0")
+    async with run.running_node():
+        await run.server(lambda state: state.version == "1-0")
+        await run.announce("1-1")
+
+        await run.server(lambda state: state.version == "1-1")
 
 
 async def test_nodes_that_start_at_once_soon_know_how_many_they_are(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
