@@ -34,10 +34,8 @@ MIN_API_LEVEL = 2
 """Batched direct gets came with 1, atomic batches with 2."""
 CONNECT_TRY_S = 2.0
 RECONNECT_WAIT_S = 0.2
-PING_INTERVAL_S = 4.0
-"""A broker of many nodes has more to do with shorter ones than with the nodes' work."""
-MAX_OUTSTANDING_PINGS = 1
-"""The next one, if this many are not answered, ends the connection."""
+PING_INTERVAL_S = 2.0
+MAX_OUTSTANDING_PINGS = 2
 PENDING_BYTES = 32 << 20
 """Written and not yet on the socket; more makes a writer wait."""
 MAX_QUEUED_MESSAGES = 1 << 20

@@ -24,8 +24,7 @@ from areal_async.rollout.settled import SettledGroups
 from areal_async.telemetry import wait_graph
 
 TICKETS_PULL_S = 10.0
-EVAL_PULL_S = 30.0
-"""Evaluations come seldom, and each node waits for them all the time."""
+EVAL_PULL_S = 10.0
 POLL_S = 30.0
 """Time between two looks at the settings that operators have changed, which are also heard of."""
 MAX_LEASES_PER_FETCH = 16
