@@ -20,11 +20,7 @@ from areal_async.errors import ConsumerGoneError
 from areal_async.process.bell import Bell
 
 PULL_S = 10.0
-"""A waiting pull lives this long, if nobody says otherwise.
-
-One that a restarted broker has forgotten is asked again on reconnecting; one that a cluster's killed leader had, when
-its time is over.
-"""
+"""A waiting pull lives this long. One that a restarted broker has forgotten is asked again on reconnecting."""
 GRACE_S = 0.5
 """Time after a pull's end within which its last answer may come."""
 SETTLE_CHUNK = 128
@@ -132,9 +128,8 @@ class Delivery:
 class Inbox:
     """Deliveries of one consumer, to one process. An async context manager."""
 
-    def __init__(self, api: JetStreamApi, stream: str, consumer: str, *, pull_s: float = PULL_S) -> None:
+    def __init__(self, api: JetStreamApi, stream: str, consumer: str) -> None:
         self._api = api
-        self._pull_s = pull_s
         self._consumer = f"{stream}.{consumer}"
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._consumer}"
         self._prefix = api.connection.new_inbox()
@@ -172,7 +167,7 @@ class Inbox:
             remaining_s = ends_at - anyio.current_time()
             if self._was_empty and not self._arrived and remaining_s > 0:
                 # For one first: each pull has the broker look through all who wait at this consumer, which may be many.
-                pull_s = min(self._pull_s, remaining_s)
+                pull_s = min(PULL_S, remaining_s)
                 await self._pull({"batch": 1, "expires": int(pull_s * 1e9)}, 1, pull_s + GRACE_S)
                 if not self._arrived:
                     if anyio.current_time() >= ends_at:

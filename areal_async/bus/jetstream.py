@@ -19,7 +19,7 @@ from areal_async.bus.api import Published
 from areal_async.bus.broker_config import credentials_for
 from areal_async.bus.connection import Connection, ConnectionLostError, Received, connect
 from areal_async.bus.dead import decode
-from areal_async.bus.inbox import PULL_S, Delivery, Inbox, settle
+from areal_async.bus.inbox import Delivery, Inbox, settle
 from areal_async.bus.keys import Keys
 from areal_async.bus.log import POLL_S, Follow, Message, StreamReader
 from areal_async.bus.permissions import Role
@@ -150,13 +150,9 @@ class Bus(Keys):
 
     # streams: reading
 
-    def consume(self, stream: str, consumer: str, *, pull_s: float = PULL_S) -> Inbox:
-        """Return the inbox of a consumer, an async context manager; leaving it gives back what was not fetched.
-
-        Args:
-            pull_s: how long a pull that finds nothing waits at the broker.
-        """
-        return Inbox(self.api, stream, consumer, pull_s=pull_s)
+    def consume(self, stream: str, consumer: str) -> Inbox:
+        """Return the inbox of a consumer, an async context manager; leaving it gives back what was not fetched."""
+        return Inbox(self.api, stream, consumer)
 
     async def settle(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Ack many deliveries of one WorkQueue consumer, durably and cheaply.

@@ -23,8 +23,7 @@ from areal_async.rollout.recovery import RowKey, row_key
 from areal_async.rollout.settled import SettledGroups
 from areal_async.telemetry import wait_graph
 
-TICKETS_PULL_S = 10.0
-EVAL_PULL_S = 10.0
+FETCH_WAIT_S = 10.0
 POLL_S = 30.0
 """Time between two looks at the settings that operators have changed, which are also heard of."""
 MAX_LEASES_PER_FETCH = 16
@@ -62,9 +61,7 @@ class Leases:
         unblocked by: the supervisor, finished groups, the controller; ends when the node drains
         """
         names = self._node.bus.names
-        await self._run(
-            names.tickets_stream, names.nodes_consumer, TICKETS_PULL_S, lambda: self._capacity, self._take_tickets
-        )
+        await self._run(names.tickets_stream, names.nodes_consumer, lambda: self._capacity, self._take_tickets)
 
     async def run_changes(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         """Begin groups as operators have changed the settings, for ever; those that run just finish.
@@ -84,9 +81,7 @@ class Leases:
     async def run_eval_tickets(self) -> None:
         """Run evaluations: as ``run_tickets``, with room of their own."""
         names = self._node.bus.names
-        await self._run(
-            names.eval_stream, names.eval_nodes_consumer, EVAL_PULL_S, lambda: MAX_EVALUATIONS, self._take_eval_tickets
-        )
+        await self._run(names.eval_stream, names.eval_nodes_consumer, lambda: MAX_EVALUATIONS, self._take_eval_tickets)
 
     async def _take_tickets(self, deliveries: list[Delivery]) -> list[Task]:
         tickets = [(delivery, await self._node.bus.decode(delivery, Ticket)) for delivery in deliveries]
@@ -119,7 +114,6 @@ class Leases:
         self,
         stream: str,
         consumer: str,
-        pull_s: float,
         capacity: Callable[[], int],
         take: Callable[[list[Delivery]], Awaitable[list[Task]]],
     ) -> None:
@@ -142,7 +136,7 @@ class Leases:
                 while num_running >= capacity():
                     with wait_graph.on(wait_graph.room(self._node.node_id), waiter=self._name):
                         await finished.wait()
-                deliveries = await inbox.fetch(min(MAX_LEASES_PER_FETCH, capacity() - num_running), wait_s=pull_s)
+                deliveries = await inbox.fetch(min(MAX_LEASES_PER_FETCH, capacity() - num_running), wait_s=FETCH_WAIT_S)
                 if not deliveries:
                     continue
                 async with returned_unless_done(*deliveries):
@@ -157,7 +151,7 @@ class Leases:
 
         async with anyio.create_task_group() as running:
             # Closed before the tickets that still run are given back: those are for other nodes.
-            async with self._node.bus.consume(stream, consumer, pull_s=pull_s) as inbox:
+            async with self._node.bus.consume(stream, consumer) as inbox:
                 await self._until_draining(lease)
 
     async def _wait_serviceable(self) -> None:

@@ -6,9 +6,9 @@ import msgspec
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.output.restoring import choose_checkpoint
+from areal_async.trainer.output.version_writer import WAITS_PER_DEADLINE
 
 WAIT = b"wait"
-WAITS_PER_DEADLINE = 4
 
 
 class Begin(msgspec.Struct):

@@ -78,21 +78,6 @@ async def test_a_message_that_is_the_last_is_had_with_one_request(open_role: Ope
     assert [delivery.data for delivery in more] == [b"1", b"2"]
 
 
-@pytest.mark.parametrize(("pull_s", "is_asked_often"), [(0.1, True), (PATIENCE_S, False)])
-async def test_a_fetch_that_waits_asks_as_seldom_as_told(
-    open_role: OpenRole, pull_s: float, is_asked_often: bool
-) -> None:
-    node = await open_role(Role.NODE)
-    sent = node.connection.client.stats
-
-    async with node.consume(node.names.tickets_stream, node.names.nodes_consumer, pull_s=pull_s) as inbox:
-        assert await inbox.fetch(1, wait_s=0) == []
-        before = sent["out_msgs"]
-        assert await inbox.fetch(1, wait_s=1.0) == []
-
-    assert (sent["out_msgs"] - before > 2) is is_asked_often
-
-
 async def test_what_is_given_back_comes_again_and_what_is_termed_does_not(open_role: OpenRole) -> None:
     controller, node = await open_role(Role.CONTROLLER), await open_role(Role.NODE)
     await publish_tickets(controller, 3)
