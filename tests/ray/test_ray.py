@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tools.compare_backends import COUNTED
 from tools.faults_run import ENDLESS, FaultRun
 from tools.one_ray import OneRay, one_ray, why_not
 
@@ -88,9 +89,13 @@ def test_a_run_has_the_accounts_of_one_on_this_host_alone(cluster: OneRay, tmp_p
             run.kill_everything()
             run.close()
 
-    assert spread["groups"] == alone["groups"]
-    assert spread["slots"] == alone["slots"]
-    assert spread["slots"]["trained"] == NUM_STEPS * GROUPS * 8
+    # How many more were admitted than trained is up to when the last cut came, of which none knows before.
+    counted = [{name: one["slots"].get(name, 0) for name in COUNTED} for one in (spread, alone)]
+    assert counted[0] == counted[1]
+    assert counted[0]["trained"] == NUM_STEPS * GROUPS * 8
+    for one in (spread, alone):
+        groups = one["groups"]
+        assert groups["trained"] == groups["admitted"] - groups.get("abandoned", 0) == NUM_STEPS * GROUPS
 
 
 def test_a_run_outlives_a_raylet_and_a_host_and_all_of_it_ends_with_its_launcher(
