@@ -126,10 +126,11 @@ class Evaluator:
                 if result is None:
                     continue
                 answer = result.index, result.sample
-                is_again = delivery.sequence in held  # it replaces itself
-                if is_again or (result.eval_id == eval_id and answer in wanted and answer not in results):
+                if delivery.sequence in held:  # nobody has acked it yet: it replaces itself, and is no news
                     held[delivery.sequence] = delivery
-                    results.setdefault(answer, result)
+                elif result.eval_id == eval_id and answer in wanted and answer not in results:
+                    held[delivery.sequence] = delivery
+                    results[answer] = result
                     spans.received_result(result, delivery)
                     on_result()
                 else:

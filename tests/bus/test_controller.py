@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import anyio
 import msgspec
 import pytest
 
-from areal_async.bus import Bus, Role
+from areal_async.bus import Bus, Role, declare
 from areal_async.config.settings import (
     BusSettings,
     DatasetSettings,
@@ -41,6 +42,7 @@ from areal_async.protocol.types import (
     Outcome,
     OutcomeKind,
     Ticket,
+    Version,
     WeightsVersion,
 )
 from areal_async.protocol.wire import decode
@@ -417,6 +419,36 @@ async def test_each_row_is_asked_for_as_many_answers_as_are_wanted_and_they_make
     assert (line["accuracy"], line["num_scored"], line["num_failed"]) == (0.25, 3, 1)
     assert (line["num_samples"], line["pass_at"]) == (2, {"1": 0.25, "2": 1.0})
     assert line["reasons"] == {"too late": 1}
+
+
+async def test_a_result_that_comes_again_is_no_progress_of_its_evaluation(
+    open_role: OpenRole, settings: Settings, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation whose last row hangs would never count as stalled: a result comes again while it is held."""
+    monkeypatch.setattr("areal_async.config.settings.TICKET_ACK_WAIT_S", 1.0)
+    controller, operator = await open_role(Role.CONTROLLER), await open_role(Role.OPERATOR)
+    await declare(operator, settings)
+    names, node = world.node.names, world.node
+    evaluator = Evaluator(controller, Tasks([("w", ROWS[:2])]), file=settings.run.directory / "eval.jsonl")
+    num_results = 0
+
+    def on_result() -> None:
+        nonlocal num_results
+        num_results += 1
+
+    async def has_come_thrice() -> bool:
+        path = f"$JS.API.CONSUMER.INFO.{names.eval_stream}.{names.eval_controller_consumer}"
+        return int((await operator.api.ask(path))["delivered"]["consumer_seq"]) >= 3
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(evaluator.evaluate, Version.parse("1-0"), due_step=0, on_result=on_result))
+        for index in range(2):
+            result = EvalResult(eval_id="1-0", index=index, reward=1.0, oldest="1-0", newest="1-0")
+            await node.publish(names.eval_results("w"), result)
+            if index == 0:
+                await until(has_come_thrice)
+
+    assert num_results == 2
 
 
 async def test_every_task_is_evaluated_on_its_own_rows_while_prompts_are_admitted(
