@@ -10,14 +10,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from areal_async.bus.inbox import PULL_S
 from areal_async.bus.permissions import Permissions, Role, permissions
 from areal_async.bus.private import ensure_key, make_private_directory
 from areal_async.protocol.subjects import Names
 
 MANY_ANSWERS = ("$JS.API.DIRECT.GET.", "$JS.API.CONSUMER.MSG.NEXT.")
 OTHERS = [role for role in Role if role is not Role.OPERATOR]
-ANSWERS_END = "10s"
-"""Time after its newest answer when the broker forgets who asked; a pull waits for less."""
+ANSWERS_END_S = 2 * PULL_S
+"""Time after its newest answer when the broker forgets who asked: what a longer pull is sent goes to nobody."""
 
 
 def key_path(folder: Path, role: Role) -> Path:
@@ -78,7 +79,7 @@ def _user(key: str, may: Permissions) -> dict[str, Any]:
 
 def _service(subject: str) -> dict[str, Any]:
     if subject.startswith(MANY_ANSWERS):
-        return {"service": subject, "response_type": "stream", "response_threshold": ANSWERS_END}
+        return {"service": subject, "response_type": "stream", "response_threshold": f"{ANSWERS_END_S:g}s"}
     return {"service": subject}
 
 

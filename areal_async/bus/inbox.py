@@ -20,7 +20,10 @@ from areal_async.errors import ConsumerGoneError
 from areal_async.process.bell import Bell
 
 PULL_S = 10.0
-"""A waiting pull lives this long. One that a restarted broker has forgotten is asked again on reconnecting."""
+"""A waiting pull lives this long, and the broker remembers for twice as long to whom it is to answer.
+
+One that a restarted broker has forgotten is asked again on reconnecting.
+"""
 GRACE_S = 0.5
 """Time after a pull's end within which its last answer may come."""
 SETTLE_CHUNK = 128

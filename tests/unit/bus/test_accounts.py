@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_async.bus.accounts import accounts, covers
+from areal_async.bus.inbox import GRACE_S, PULL_S
 from areal_async.bus.permissions import Role, permissions
 from areal_async.protocol.subjects import Names
 
@@ -55,3 +56,12 @@ def test_no_two_exports_of_an_account_match_the_same_unless_one_is_named_by_who_
         subjects = [one["service"] for one in account["exports"] if "service" in one]
         assert len(subjects) == len(set(subjects))
         assert [(a, b) for a in subjects for b in subjects if a != b and covers(a, b)] == []
+
+
+def test_the_broker_remembers_whom_it_is_to_answer_for_longer_than_a_pull_lasts(tmp_path: Path) -> None:
+    """A ticket that answers a pull whose asker is forgotten goes to nobody, and comes again when its lease is over."""
+    exports = accounts(RUN, tmp_path / "keys")[RUN.account(Role.OPERATOR)]["exports"]
+    kept_s = [float(one["response_threshold"].removesuffix("s")) for one in exports if "response_threshold" in one]
+
+    assert kept_s
+    assert min(kept_s) > PULL_S + GRACE_S
