@@ -466,6 +466,13 @@ async def test_programs_run_beside_each_other_up_to_the_size() -> None:
         tasks.cancel_scope.cancel()
 
 
+async def test_a_wall_that_a_busy_machine_lets_speak_late_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_async.sandbox.sandbox.ESCAPES", {"late": "import time; time.sleep(6); print('held')"})
+
+    async with Sandbox() as sandbox:
+        assert (await sandbox.run("print(1)")).stdout == b"1\n"
+
+
 async def test_where_a_wall_does_not_hold_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ESCAPES, "a gap", "print('through')")
     with pytest.raises(UserError, match="the wall against 'a gap' does not hold on this machine"):
