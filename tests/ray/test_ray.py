@@ -90,7 +90,7 @@ def test_a_run_has_the_accounts_of_one_on_this_host_alone(cluster: OneRay, tmp_p
             run.close()
 
     # How many more were admitted than trained is up to when the last cut came, of which none knows before.
-    counted = [{name: one["slots"].get(name, 0) for name in COUNTED} for one in (spread, alone)]
+    counted = [{name: one["slots"][name] for name in COUNTED} for one in (spread, alone)]
     assert counted[0] == counted[1]
     assert counted[0]["trained"] == NUM_STEPS * GROUPS * 8
     for one in (spread, alone):
