@@ -11,10 +11,10 @@ import logging
 import math
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -37,11 +37,15 @@ ACTOR_S = 60.0
 """For an actor to come up in its bundle."""
 ANSWER_S = 10.0
 """For the head of a cluster to take a connection."""
+CALL_S = 30.0
+"""For the head of a cluster to answer; Ray's own calls wait for as long as it is away."""
 STORE_BYTES = 80 << 20
 """Of a cluster that is started here: nothing but lines goes through Ray, and its least is 75 MB."""
 MAX_SENTENCE = 300
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """Nothing is reported; and an actor without GPUs is not warned of."""
+
+T = TypeVar("T")
 
 
 class RayAgent:
@@ -142,6 +146,8 @@ class RayBackend(AgentsBackend):
         self._given: dict[str, Sequence[str]] = {}
         """GPUs of each worker, as that host counts them."""
         self._group: PlacementGroup | None = None
+        self._threads = anyio.CapacityLimiter(2 * len(self.workers))
+        """Those that may wait for Ray: one that is left behind keeps its place until it is answered."""
         self._address: str = LOOPBACK if is_own else ray.util.get_node_ip_address()
         if is_own:  # all workers are here
             self.hosts = (LOOPBACK,)
@@ -181,9 +187,9 @@ class RayBackend(AgentsBackend):
             AgentLostError: the bundle has no place, or no actor comes up there.
         """
         index = self.workers.index(host)
-        if (why := await anyio.to_thread.run_sync(self._why_no_place, index)) is not None:
+        if (why := await ask("where its bundle is", lambda: self._why_no_place(index), self._threads)) is not None:
             raise AgentLostError(why)
-        actor = await anyio.to_thread.run_sync(self._make_actor, index)
+        actor = await ask("for an actor in its bundle", lambda: self._make_actor(index), self._threads)
         try:
             try:
                 with anyio.fail_after(ACTOR_S):
@@ -223,6 +229,21 @@ class RayBackend(AgentsBackend):
             f"the Ray cluster has no room for it: got {len(nodes)} hosts, {able} of them with {need}; need "
             f"{len(self.workers)} (launch.num_hosts) where as much is free"
         )
+
+
+async def ask(what: str, call: Callable[[], T], threads: anyio.CapacityLimiter) -> T:
+    """Ask Ray, in one of ``threads``.
+
+    Raises:
+        AgentLostError: there is no answer within ``CALL_S``, or another than a good one.
+    """
+    try:
+        with anyio.fail_after(CALL_S):
+            return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=threads)
+    except TimeoutError:
+        raise AgentLostError(f"Ray was asked {what}, and has not answered within {CALL_S:g} s") from None
+    except RayError as exc:
+        raise AgentLostError(f"Ray was asked {what}: {sentence_of(exc)}") from exc
 
 
 def among(given: Sequence[str], environment: Mapping[str, str]) -> Mapping[str, str]:

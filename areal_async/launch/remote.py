@@ -311,11 +311,7 @@ class AgentsBackend:
         """
         with until:
             while True:
-                why = await self._run_agent(host, tried)
-                if why != self.absent.get(host):
-                    log.warning("host.gone", host=host, reason=why)
-                if host not in self._removed:
-                    self.absent[host] = why
+                self._miss(host, await self._run_agent(host, tried))
                 tried.set()
                 await anyio.sleep(RETRY_S)
 
@@ -334,12 +330,18 @@ class AgentsBackend:
                 finally:
                     if self._links.get(host) is link:
                         del self._links[host]
-                    if host not in self._links and host not in self._removed:  # it may be there again
-                        self.absent[host] = why
+                    if host not in self._links:  # it may be there again
+                        self._miss(host, why)
                     link.lose(f"host {host} is gone: {why}")
         except AgentLostError as exc:
             return str(exc)
         return why
+
+    def _miss(self, host: str, why: str) -> None:
+        """Have a host absent; one that still is, for the same reason, is not spoken of again."""
+        if host not in self._removed and why != self.absent.get(host):
+            log.warning("host.gone", host=host, reason=why)
+            self.absent[host] = why
 
     async def _admit(self, host: str, link: Link, tried: anyio.Event) -> None:
         await link.has_met.wait()

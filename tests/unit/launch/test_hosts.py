@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from areal_async.config.launch import LaunchSettings
 from areal_async.launch import agent
@@ -105,8 +106,12 @@ async def test_a_host_is_gone_with_its_agent_and_with_all_that_ran_there_and_com
         working = await backend.start(scene.spec("working", WORKS, "a"))
         pid = int((await scene.words("working"))[1])
 
-        os.kill(_agent_of(pid), signal.SIGKILL)
-        assert await working.wait() == LOST_STATUS
+        with capture_logs() as logs:
+            os.kill(_agent_of(pid), signal.SIGKILL)
+            assert await working.wait() == LOST_STATUS
+            await until(lambda: not backend.absent.get("a"), within_s=60)
+        gone = [(line["host"], line["reason"]) for line in logs if line["event"] == "host.gone"]
+        assert gone == [("a", "its agent ended with status -9")]
         await until(lambda: not _lives(pid))
         assert working.last_sentence() == "host a is gone: its agent ended with status -9"
         (scene.folder / "b").touch()
