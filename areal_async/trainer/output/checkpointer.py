@@ -17,6 +17,7 @@ import anyio.to_thread
 import structlog
 
 from areal_async.process.failpoints import failpoint
+from areal_async.process.freed_memory import give_back_freed
 from areal_async.protocol.types import CheckpointRecord, Version
 from areal_async.telemetry import spans, wait_graph
 from areal_async.trainer.batch.feed import BatchFeed
@@ -117,6 +118,7 @@ class Checkpointer:
                 keeping = functools.partial(keep, self.directory, self.feed.now, recorded=version)
                 await anyio.to_thread.run_sync(keeping)
                 self.feed.notify()
+            await anyio.to_thread.run_sync(give_back_freed)
             seconds = {"staged_s": round(staged_s, 3), "duration_s": round(time.monotonic() - since, 3)}
             log.info("checkpoint.written", step=version.step, **seconds)
 
