@@ -88,3 +88,11 @@ class Terminal:
             assert time.monotonic() < since_s + within_s, f"not shown within {within_s:g} s: {what}\n{self.text}"
             self.read()
         return time.monotonic() - since_s
+
+    def wait_ended(self, *, within_s: float) -> int:
+        """Return the program's status. What it says is read until then: it could not end in the middle of a screen."""
+        ends_at = time.monotonic() + within_s
+        while (status := self.process.poll()) is None:
+            assert time.monotonic() < ends_at, f"not over within {within_s:g} s\n{self.text}"
+            self.read()
+        return status

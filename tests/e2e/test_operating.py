@@ -125,7 +125,7 @@ def test_a_run_is_watched_paused_and_resumed_on_a_screen_of_either_size(live: Ru
         small.wait(lambda text: text not in screens, "another screen")
         screens.add(small.text)
     small.press("q")
-    assert small.process.wait(timeout=DEADLINE_S) == 0, small.text
+    assert small.wait_ended(within_s=DEADLINE_S) == 0
 
     wide = Terminal(
         COLUMNS_200, "--run", "gsm8k", "--bus.url", (run.directory / "bus" / "url").read_text().strip(),
@@ -135,7 +135,7 @@ def test_a_run_is_watched_paused_and_resumed_on_a_screen_of_either_size(live: Ru
     wide.press("r")
     wide.wait(has("run gsm8k: running"), "its order")
     wide.press("q")
-    assert wide.process.wait(timeout=DEADLINE_S) == 0, wide.text
+    assert wide.wait_ended(within_s=DEADLINE_S) == 0
 
 
 def test_top_says_who_does_not_answer_and_goes_on_when_they_do(live: Run) -> None:
@@ -151,7 +151,7 @@ def test_top_says_who_does_not_answer_and_goes_on_when_they_do(live: Run) -> Non
         screen.wait(has("run gsm8k: no broker", "what stands here was said before"), "the broker's absence")
     screen.wait(has("run gsm8k: running", "no alarm"), "the broker's return")
     screen.press("q")
-    assert screen.process.wait(timeout=DEADLINE_S) == 0, screen.text
+    assert screen.wait_ended(within_s=DEADLINE_S) == 0
 
 
 async def _ask(run: Run, subject: str) -> dict[str, Any]:
@@ -362,7 +362,7 @@ def test_every_command_and_the_plain_client_of_the_chapters_do_what_they_say(liv
             terminal = Terminal(COLUMNS_80, *one[3:], directory=directory)
             terminal.wait(lambda text: "run gsm8k: running" in text, "the run in top")
             terminal.press("q")
-            assert terminal.process.wait(timeout=DEADLINE_S) == 0
+            assert terminal.wait_ended(within_s=DEADLINE_S) == 0
             continue
         _run(directory, *one)
         if one[2] in ("pause", "resume"):
@@ -372,7 +372,7 @@ def test_every_command_and_the_plain_client_of_the_chapters_do_what_they_say(liv
     _assert_tells(directory, _nats_tool(tmp_path), alias, stopping, TOLD["control.stop"])
     screen.wait(has("run gsm8k: ended", "status --run gsm8k tells how", "no alarm"), "the end")
     screen.press("q")
-    assert screen.process.wait(timeout=DEADLINE_S) == 0, screen.text
+    assert screen.wait_ended(within_s=DEADLINE_S) == 0
     wait_until(lambda: look(live).state == "not running", "the run to end")
 
 
