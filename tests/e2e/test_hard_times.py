@@ -100,7 +100,7 @@ def test_a_run_whose_logs_are_taken_away_and_whose_terminal_is_closed_goes_on_an
     terminal.close()
     continue_trainers(run)
 
-    assert terminal.wait_ended(within_s=DEADLINE_S) == 0
+    assert terminal.process.wait(timeout=DEADLINE_S) == 0
     assert len(run.lines) == 6
     logs = {path.name for path in (run.directory / "logs").glob("*") if path.stat().st_size}
     assert {"trainer-0.jsonl", "node-0.jsonl", "controller.jsonl", "server-0-0.log", "nats.log"} <= logs
