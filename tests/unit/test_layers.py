@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "areal_async"
 LAYERS = (
     {"errors"},
-    {"protocol", "sandbox", "user_files"},
+    {"protocol", "sandbox", "user_files", "vision"},
     {"api", "process"},
     {"config"},
     {"algorithms", "bus", "chat_template", "data", "telemetry"},
@@ -26,6 +26,7 @@ ONLY_IN = {
     "nats": ("bus",),
     "httpx": ("inference",),
     "mcp": ("rollout/tools",),
+    "PIL": ("vision",),
     "torch": ("trainer", "algorithms", "inference/embedded", "inference/weight_group.py", "process/device.py"),
 }
 OURS = {"areal_async", "workflows", "rewards", "tools", "tests"}
