@@ -33,7 +33,7 @@ from areal_async.inference.http import decode_answer as decode_server_answer
 from areal_async.inference.pool import ServerHandle
 from areal_async.inference.streams import DONE, EventSplitter
 from areal_async.process.json_lines import decode_object
-from areal_async.protocol import run_state, types, wire
+from areal_async.protocol import evaluations, run_state, types, wire
 from areal_async.protocol.events import AlarmRaised
 from areal_async.protocol.journal import Journal, JournalState
 from areal_async.protocol.publish_log import (
@@ -211,7 +211,7 @@ _WEIGHTS = types.WeightsVersion(
     group=_GROUP,
     buckets=[[_TENSOR]],
 )
-_EVALUATION = types.EvalRecord(
+_EVALUATION = evaluations.EvalRecord(
     eval_id="1-2", step=2, accuracy=0.5, num_scored=4, num_failed=1, oldest="1-2", newest="1-3", low=0.1, high=0.9
 )
 
@@ -256,8 +256,8 @@ DECODERS: tuple[Decoder, ...] = (
     ),
     of_record(types.Outcome(group_id="0-3-0", kind=OutcomeKind.FAILED, lineage=2, step=5, reason="it broke")),
     of_record(_CUT, types.Cut(kind=CutKind.BEGIN, lineage=2, step=4)),
-    of_record(types.EvalTicket(eval_id="1-2", index=3, workflow="gsm8k", row={"question": "1+1?"})),
-    of_record(types.EvalResult(eval_id="1-2", index=3, reward=1.0, oldest="1-2", newest="1-3")),
+    of_record(evaluations.EvalTicket(eval_id="1-2", index=3, workflow="gsm8k", row={"question": "1+1?"})),
+    of_record(evaluations.EvalResult(eval_id="1-2", index=3, reward=1.0, oldest="1-2", newest="1-3")),
     of_record(_EVALUATION),
     of_record(types.LineageRecord(lineage=2)),
     of_record(types.CheckpointRecord(version="1-4", path="/runs/r/checkpoints/1-4")),

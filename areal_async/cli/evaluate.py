@@ -37,7 +37,8 @@ from areal_async.monitor.text import json_text
 from areal_async.monitor.trial_output import figure
 from areal_async.process.host import visible_gpus
 from areal_async.process.stdio import say
-from areal_async.protocol.types import EvalRecord, Prompt, Slot, SlotStatus
+from areal_async.protocol.evaluations import EvalRecord
+from areal_async.protocol.types import Prompt, Slot, SlotStatus
 from areal_async.protocol.wire import decode_json
 from areal_async.telemetry import log
 from areal_async.telemetry.exporters.traces import recording

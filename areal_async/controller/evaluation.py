@@ -18,8 +18,9 @@ from areal_async.bus import Bus, Delivery, Inbox
 from areal_async.controller.accuracy import sum_up
 from areal_async.controller.tasks import Tasks
 from areal_async.protocol import wire
+from areal_async.protocol.evaluations import EvalRecord, EvalResult, EvalTicket
 from areal_async.protocol.events import EvaluationFinished
-from areal_async.protocol.types import EvalRecord, EvalResult, EvalTicket, Version
+from areal_async.protocol.types import Version
 from areal_async.telemetry import spans
 
 RESULT_BATCH = 256

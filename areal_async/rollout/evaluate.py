@@ -5,7 +5,8 @@ import structlog
 
 from areal_async.bus import Delivery
 from areal_async.errors import Reject
-from areal_async.protocol.types import EvalResult, EvalTicket, Prompt
+from areal_async.protocol.evaluations import EvalResult, EvalTicket
+from areal_async.protocol.types import Prompt
 from areal_async.rollout.lease import returned_unless_done, run_heartbeats
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.rewards.reply_rewards import Scores

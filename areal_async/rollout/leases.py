@@ -12,9 +12,10 @@ from areal_async.config.live import settings_now
 from areal_async.config.settings import Settings
 from areal_async.inference.pool import ServerPool
 from areal_async.process.bell import Bell
+from areal_async.protocol.evaluations import EvalTicket
 from areal_async.protocol.run_state import Changes
 from areal_async.protocol.subjects import CHANGES
-from areal_async.protocol.types import EvalTicket, Ticket
+from areal_async.protocol.types import Ticket
 from areal_async.rollout.evaluate import run_eval_ticket
 from areal_async.rollout.group import run_ticket
 from areal_async.rollout.lease import returned_unless_done

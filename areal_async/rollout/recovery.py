@@ -8,7 +8,8 @@ import secrets
 
 import structlog
 
-from areal_async.protocol.types import EvalResult, EvalTicket, Slot, SlotStatus, StoredMessage, Ticket
+from areal_async.protocol.evaluations import EvalResult, EvalTicket
+from areal_async.protocol.types import Slot, SlotStatus, StoredMessage, Ticket
 from areal_async.rollout.evaluate import publish_result
 from areal_async.rollout.group import stored_messages
 from areal_async.rollout.node_context import NodeContext

@@ -38,11 +38,10 @@ from opentelemetry.trace import Span, SpanContext
 from opentelemetry.util.types import AnyValue
 
 from areal_async.api import ToolCall
+from areal_async.protocol.evaluations import EvalResult, EvalTicket
 from areal_async.protocol.types import (
     Cut,
     CutKind,
-    EvalResult,
-    EvalTicket,
     Outcome,
     OutcomeKind,
     Slot,

@@ -30,6 +30,7 @@ from areal_async.controller.failure_detector import FailureDetector
 from areal_async.controller.sampler import Sampler
 from areal_async.controller.tasks import Tasks
 from areal_async.errors import ConflictError, PipelineError, UserError
+from areal_async.protocol.evaluations import EvalResult, EvalTicket
 from areal_async.protocol.run_state import DISOWNED, RunState, ServerState
 from areal_async.protocol.subjects import ADMITTED, RUN_STATE
 from areal_async.protocol.types import (
@@ -37,8 +38,6 @@ from areal_async.protocol.types import (
     Cut,
     CutGroup,
     CutKind,
-    EvalResult,
-    EvalTicket,
     Outcome,
     OutcomeKind,
     Ticket,

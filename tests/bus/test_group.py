@@ -14,7 +14,8 @@ from areal_async.config.settings import Settings
 from areal_async.config.sources import dump_settings
 from areal_async.process.failpoints import FIRED, SPECIFICATION
 from areal_async.protocol import wire
-from areal_async.protocol.types import EvalResult, EvalTicket, Slot, SlotStatus
+from areal_async.protocol.evaluations import EvalResult, EvalTicket
+from areal_async.protocol.types import Slot, SlotStatus
 from tests.brokers import OpenRole
 from tests.bus.test_node import Run
 from tests.bus.test_node import settings as settings

@@ -22,19 +22,10 @@ from areal_async.config.settings import BusSettings, RolloutSettings, RunSetting
 from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.tasks import Tasks
 from areal_async.errors import StreamFullError, UserError
+from areal_async.protocol.evaluations import EvalRecord, EvalResult, EvalTicket
 from areal_async.protocol.run_state import Holder, RunState, ServerState
 from areal_async.protocol.subjects import ADMITTED, CHECKPOINT, CONTROL, LAUNCHER, LINEAGE, RUN_STATE, Names
-from areal_async.protocol.types import (
-    Admitted,
-    DeadLetter,
-    EvalRecord,
-    EvalResult,
-    EvalTicket,
-    LineageRecord,
-    Outcome,
-    OutcomeKind,
-    Version,
-)
+from areal_async.protocol.types import Admitted, DeadLetter, LineageRecord, Outcome, OutcomeKind, Version
 from areal_async.protocol.wire import decode, encode
 from areal_async.trainer.batch.feed import store_outcome
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until

@@ -13,7 +13,7 @@ from areal_async.cli.evaluate import Result, ask_live
 from areal_async.config.settings import Settings
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.protocol.types import EvalRecord
+from areal_async.protocol.evaluations import EvalRecord
 from tests.brokers import OpenRole, kill, until
 
 pytestmark = pytest.mark.anyio

@@ -20,8 +20,9 @@ from areal_async.config.settings import (
 )
 from areal_async.errors import UserError, leaves_of
 from areal_async.protocol import wire
+from areal_async.protocol.evaluations import EvalResult, EvalTicket
 from areal_async.protocol.run_state import ServerState
-from areal_async.protocol.types import EvalResult, EvalTicket, SlotStatus
+from areal_async.protocol.types import SlotStatus
 from tests.brokers import PATIENCE_S, OpenRole
 from tests.bus.test_node import MODEL, TESTS, Run, ask
 

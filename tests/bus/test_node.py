@@ -32,11 +32,10 @@ from areal_async.errors import UserError
 from areal_async.inference.pool import ServerPool
 from areal_async.process.bell import Bell
 from areal_async.protocol import wire
+from areal_async.protocol.evaluations import EvalResult, EvalTicket
 from areal_async.protocol.run_state import DISOWNED, LEFT, Change, Changes, FleetMembers, ServerState
 from areal_async.protocol.subjects import CHANGES
 from areal_async.protocol.types import (
-    EvalResult,
-    EvalTicket,
     Outcome,
     OutcomeKind,
     Slot,

@@ -29,14 +29,13 @@ from areal_async.config.settings import (
 from areal_async.controller.controller import Controller
 from areal_async.errors import WireError
 from areal_async.protocol import wire
+from areal_async.protocol.evaluations import EvalResult, EvalTicket
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.subjects import ADMITTED
 from areal_async.protocol.types import (
     Admitted,
     CutKind,
     DeadLetter,
-    EvalResult,
-    EvalTicket,
     Outcome,
     OutcomeKind,
     Record,

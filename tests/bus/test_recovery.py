@@ -8,7 +8,8 @@ from areal_async.config.settings import Settings
 from areal_async.launch.blockages import excuse_for, run_blockages
 from areal_async.launch.process_group import Death
 from areal_async.protocol import wire
-from areal_async.protocol.types import EvalResult, EvalTicket, Outcome, OutcomeKind, Slot, Ticket
+from areal_async.protocol.evaluations import EvalResult, EvalTicket
+from areal_async.protocol.types import Outcome, OutcomeKind, Slot, Ticket
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.recovery import recover, row_key
 from areal_async.rollout.user_code.loop_block_report import (

@@ -12,7 +12,8 @@ import msgspec
 
 from areal_async.errors import WireError
 from areal_async.process.atomic_folders import write_whole
-from areal_async.protocol.types import EvalTicket, Ticket
+from areal_async.protocol.evaluations import EvalTicket
+from areal_async.protocol.types import Ticket
 from areal_async.protocol.wire import decode_json
 
 FOLDER = "blocked"

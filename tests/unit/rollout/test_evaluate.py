@@ -8,7 +8,8 @@ from areal_async.api import Policy
 from areal_async.bus import Bus
 from areal_async.config.settings import Settings
 from areal_async.errors import Reject, WorkflowError
-from areal_async.protocol.types import EvalTicket, Prompt
+from areal_async.protocol.evaluations import EvalTicket
+from areal_async.protocol.types import Prompt
 from areal_async.protocol.wire import encode
 from areal_async.rollout.evaluate import _answer
 from areal_async.rollout.node_context import NodeContext

@@ -13,17 +13,8 @@ from opentelemetry.trace import SpanContext, format_span_id, format_trace_id
 
 from areal_async.api import ToolCall
 from areal_async.errors import RewardError, WorkflowError
-from areal_async.protocol.types import (
-    EvalResult,
-    EvalTicket,
-    Outcome,
-    OutcomeKind,
-    Slot,
-    SlotStatus,
-    Ticket,
-    Trajectory,
-    Version,
-)
+from areal_async.protocol.evaluations import EvalResult, EvalTicket
+from areal_async.protocol.types import Outcome, OutcomeKind, Slot, SlotStatus, Ticket, Trajectory, Version
 from areal_async.rollout.tools.run import Toolbox
 from areal_async.telemetry import spans, tracing
 from areal_async.telemetry.tracing import (
