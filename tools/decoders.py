@@ -88,6 +88,7 @@ def _trajectory(sibling: int = 0, *, credits: tuple[types.ReplyReward, ...] = ()
         versions=np.array([NOT_SAMPLED, NOT_SAMPLED, _SAMPLED, _SAMPLED + 1], dtype=np.int64),
         turns=np.array([-1, -1, 0, 1], dtype=np.int16) if credits else None,
         temperatures=np.array([1, 1, 1, 0.5], dtype=np.float32) if credits else None,
+        images=[types.ImageRef(sha256="0a" * 32, num_bytes=70, width=32, height=64)] if credits else None,
     )
     slot = types.Slot(
         sibling=sibling, sample_uid=f"0-3-0.{sibling}.node-a.x", status=SlotStatus.SCORED, reward=0.5, num_tokens=4,

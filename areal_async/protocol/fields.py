@@ -30,6 +30,12 @@ MAX_TOP_K = (1 << 31) - 1
 """The servers hold it in 32 bits."""
 MAX_EXACT = 1 << 53
 """Up to which a float holds every whole number."""
+MAX_IMAGE_BYTES = 64 << 20
+"""Of one image's file."""
+MAX_IMAGE_SIDE = 1 << 16
+"""Pixels, either way."""
+MAX_IMAGES = 1024
+"""Images that one sequence looks at."""
 INT64 = range(-(1 << 63), 1 << 63)
 """Range of the integers in files, tensors and generators of random numbers."""
 MAX_STEP = 10**9 - 1
@@ -62,9 +68,13 @@ RoleText = Annotated[str, Meta(pattern=rf"\A{_ROLE}\Z")]
 """Name of a policy that speaks in a workflow; empty for the only one."""
 StretchText = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}-[0-9]{1,9}\Z")]
 """A pool of rows and its stretch, as the key of a JSON object."""
+Sha256Text = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+"""A SHA-256 in lower-case hexadecimal digits."""
 Count = Annotated[int, Meta(ge=0, le=MAX_EXACT)]
 NumAttempts = Annotated[int, Meta(ge=0, le=10**9 - 1)]
 """Number of attempts at one prompt: a group's id has nine digits for it."""
+NumImageBytes = Annotated[int, Meta(ge=1, le=MAX_IMAGE_BYTES)]
+NumPixels = Annotated[int, Meta(ge=1, le=MAX_IMAGE_SIDE)]
 GroupSize = Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
 ServerIndex = Annotated[int, Meta(ge=0, lt=MAX_SERVERS)]
 NumServerRanks = Annotated[int, Meta(ge=1, le=MAX_SERVER_RANKS)]

@@ -19,9 +19,12 @@ from areal_async.protocol.fields import (
     GroupIdText,
     GroupSize,
     LineageText,
+    NumImageBytes,
+    NumPixels,
     OptionalVersionText,
     RoleText,
     SampleUidText,
+    Sha256Text,
     StretchText,
     TokenText,
     VersionText,
@@ -89,6 +92,17 @@ class Ticket(Record, frozen=True, kw_only=True):
         return Prompt(epoch=group.epoch, index=group.index, row=self.row)
 
 
+class ImageRef(Record, frozen=True, kw_only=True):
+    """An image that a group's model has seen, by its content: the bytes are in the stream of images."""
+
+    sha256: Sha256Text
+    """Of the file's bytes; with the group's id it names the image."""
+    num_bytes: NumImageBytes
+    """Size of the file, a PNG."""
+    width: NumPixels
+    height: NumPixels
+
+
 class VersionSpan(Record, frozen=True, kw_only=True):
     """Output tokens ``[start, end)`` were produced by ``version``, as the server stamped them."""
 
@@ -118,6 +132,8 @@ class Turn(Record, frozen=True, kw_only=True):
     """A grammar, a bias or a penalty had a say: ``logprobs`` are not of the model's own distribution."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
     """The likeliest tokens at each position, as ``Reply.top_logprobs``; for the workflow alone, never stored."""
+    images: list[ImageRef] = []
+    """Those in the prompt, in the order of their tokens."""
 
 
 class Sequence(Record, frozen=True, kw_only=True, eq=False):
@@ -137,6 +153,9 @@ class Sequence(Record, frozen=True, kw_only=True, eq=False):
     """``Turn.temperature`` of each sampled token, anything elsewhere. None where it is the run's."""
     steered: NDArray[np.bool_] | None = None
     """True on sampled tokens of turns that were (``Turn.is_steered``). None where there are none."""
+    images: list[ImageRef] | None = None
+    """Those whose tokens are in ``token_ids``, in their order; one that is shown twice stands here twice. None where
+    there are none."""
 
     @property
     def num_tokens(self) -> int:

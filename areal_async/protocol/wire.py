@@ -15,17 +15,28 @@ import zlib
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.errors import WireError
-from areal_async.protocol.fields import MAX_TEMPERATURE, GroupIdText, GroupSize, NumAttempts, TokenText, VersionText
+from areal_async.protocol.fields import (
+    MAX_IMAGES,
+    MAX_TEMPERATURE,
+    GroupIdText,
+    GroupSize,
+    NumAttempts,
+    NumImageBytes,
+    NumPixels,
+    TokenText,
+    VersionText,
+)
 from areal_async.protocol.types import (
     NOT_CREDITED,
     NOT_SAMPLED,
+    ImageRef,
     Record,
     Sequence,
     Slot,
@@ -99,9 +110,18 @@ class _SlotPayload(msgspec.Struct, array_like=True):
     sequences: list[_SequencePayload]
     info: dict[str, float]
     extensions: dict[str, msgspec.Raw] = {}
-    """A place for later fields (images by reference). ``turns``: a buffer per sequence, where the slot has credits.
+    """A place for later fields. ``turns``: a buffer per sequence, where the slot has credits.
     ``temperatures``: for each sequence how many tokens have which, one after the other; none where nothing is known.
-    ``steered``: likewise, 1 for those that were and 0 for the others."""
+    ``steered``: likewise, 1 for those that were and 0 for the others.
+    ``images``: for each sequence those that it looks at."""
+
+
+class _ImagePayload(msgspec.Struct, array_like=True):
+    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    """The SHA-256 of ``ImageRef``, as bytes."""
+    num_bytes: NumImageBytes
+    width: NumPixels
+    height: NumPixels
 
 
 class _GroupHeader(Record, frozen=True, kw_only=True):
@@ -124,6 +144,7 @@ _TURNS = "turns"
 _TURNS_DTYPE = np.dtype("<i2")
 _TEMPERATURES = "temperatures"
 _STEERED = "steered"
+_IMAGES = "images"
 _Runs = list[tuple[int, float]]
 """Numbers of tokens, and what each of so many have."""
 _SLOT_FRAME_BYTES = 64
@@ -133,6 +154,8 @@ _TURNS_FRAME_BYTES = 16
 _RUNS_FRAME_BYTES = 24
 _RUN_BYTES = 20
 """Bound of what msgpack adds to a run: up to 9 bytes for a number, and 5 for a length."""
+_IMAGE_BYTES = 48
+"""Bound of an image's 32 bytes of hash, its three numbers and their frame."""
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
@@ -161,8 +184,13 @@ def _extensions(sequences: Seq[Sequence]) -> dict[str, msgspec.Raw]:
         _TURNS: [one.turns.astype(_TURNS_DTYPE).tobytes() for one in sequences if one.turns is not None],
         _TEMPERATURES: [_runs(one.temperatures) for one in sequences],
         _STEERED: [_runs(one.steered) for one in sequences],
+        _IMAGES: [[_image_payload(image) for image in one.images or ()] for one in sequences],
     }
     return {name: msgspec.Raw(msgspec.msgpack.encode(column)) for name, column in values.items() if any(column)}
+
+
+def _image_payload(image: ImageRef) -> _ImagePayload:
+    return _ImagePayload(bytes.fromhex(image.sha256), image.num_bytes, image.width, image.height)
 
 
 def _runs(values: NDArray[Any] | None) -> _Runs:
@@ -183,6 +211,7 @@ def max_encoded_bytes(trajectory: Trajectory) -> int:
             num_bytes += _TURNS_FRAME_BYTES + sequence.num_tokens * _TURNS_DTYPE.itemsize
         for values in (sequence.temperatures, sequence.steered):
             num_bytes += 1 if values is None else _RUNS_FRAME_BYTES + _RUN_BYTES * len(_runs(values))
+        num_bytes += 1 if not sequence.images else _RUNS_FRAME_BYTES + _IMAGE_BYTES * len(sequence.images)
     return num_bytes
 
 
@@ -299,7 +328,8 @@ def decode_slot(blobs: Seq[memoryview], slot: Slot) -> Trajectory:
         )
     turns: list[bytes | None] = _extension(body, _TURNS, bytes, None, what)
     temperatures, steered = (_extension(body, name, _Runs, [], what) for name in (_TEMPERATURES, _STEERED))
-    columns = zip(body.sequences, turns, temperatures, steered, strict=True)
+    images = _extension(body, _IMAGES, list[_ImagePayload], [], what)
+    columns = zip(body.sequences, turns, temperatures, steered, images, strict=True)
     sequences = [_sequence(*column, what) for column in columns]
     for sequence in sequences:
         _check_values(sequence, slot, what)
@@ -324,7 +354,14 @@ def _extension(body: _SlotPayload, name: str, kind: Any, absent: Any, what: str)
     return values
 
 
-def _sequence(item: _SequencePayload, turns: bytes | None, temperatures: _Runs, steered: _Runs, what: str) -> Sequence:
+def _sequence(
+    item: _SequencePayload,
+    turns: bytes | None,
+    temperatures: _Runs,
+    steered: _Runs,
+    images: list[_ImagePayload],
+    what: str,
+) -> Sequence:
     if not 0 < item.num_tokens <= MAX_TOKENS:
         raise WireError(f"{what}: got {item.num_tokens} tokens, need 1 to {MAX_TOKENS}")
     columns: dict[str, Any] = {}
@@ -341,7 +378,20 @@ def _sequence(item: _SequencePayload, turns: bytes | None, temperatures: _Runs, 
         **columns,
         temperatures=_laid_out(temperatures, _TEMPERATURES, item.num_tokens, MAX_TEMPERATURE, what),
         steered=None if steered_L is None else steered_L != 0,
+        images=_image_refs(images, item.num_tokens, what),
     )
+
+
+def _image_refs(images: list[_ImagePayload], num_tokens: int, what: str) -> list[ImageRef] | None:
+    """Return the images of a sequence, of which each has a token at the least; None where it has none."""
+    if len(images) > min(MAX_IMAGES, num_tokens):
+        raise WireError(
+            f"{what}: got {len(images)} images for {num_tokens} tokens, need at most one each, and {MAX_IMAGES}"
+        )
+    refs = [
+        ImageRef(sha256=one.digest.hex(), num_bytes=one.num_bytes, width=one.width, height=one.height) for one in images
+    ]
+    return refs or None
 
 
 def _laid_out(runs: _Runs, name: str, num_tokens: int, most: float, what: str) -> NDArray[np.float32] | None:
