@@ -8,6 +8,7 @@ import io
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_async.vision.images import ImageError, pillow_errors
 from areal_async.vision.spec import VisionSpec
 
 
@@ -22,7 +23,7 @@ def patches(png: bytes, spec: VisionSpec) -> NDArray[np.float32]:
         [h * w, 3 * temporal_patch_size * patch_size**2].
 
     Raises:
-        ValueError: it is no such image of this model.
+        ImageError: it is no such image of this model.
     """
     pixels = _decode(png, spec)
     normalized = pixels.astype(np.float32)
@@ -39,16 +40,17 @@ def patches(png: bytes, spec: VisionSpec) -> NDArray[np.float32]:
 
 def _decode(png: bytes, spec: VisionSpec) -> NDArray[np.uint8]:
     """Return the pixels [height, width, 3]; the header is held against the model before any of them is decoded."""
-    from PIL import Image  # here: text alone does not need it
+    import PIL.Image  # here: text alone does not need it
 
-    try:
-        with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
-            width, height = image.size
-            if image.mode != "RGB" or width * height > spec.max_pixels:
-                raise ValueError(
-                    f"image: got {width} x {height} pixels of mode {image.mode}, need RGB and at most {spec.max_pixels}"
-                )
-            spec.grid_of(width, height)
-            return np.asarray(image)
-    except (OSError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as exc:
-        raise ValueError("image: got bytes that are no whole PNG, need what was taken in") from exc
+    with (
+        pillow_errors("image: got bytes that are no whole PNG, need what was taken in"),
+        PIL.Image.open(io.BytesIO(png), formats=("PNG",)) as image,
+    ):
+        width, height = image.size
+        if image.mode != "RGB" or width * height > spec.max_pixels:
+            raise ImageError(
+                f"image: got {width} x {height} pixels of mode {image.mode}, need RGB and at most {spec.max_pixels}"
+            )
+        if width % spec.factor or height % spec.factor:
+            raise ImageError(f"image: got {width} x {height} pixels, need multiples of {spec.factor}")
+        return np.asarray(image)
