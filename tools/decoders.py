@@ -3,6 +3,7 @@
 One line in ``DECODERS`` adds one: ``tools/fuzz.py`` and ``tests/unit/test_decoders.py`` take them from here.
 """
 
+import io
 import json
 import zlib
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import PIL.Image
 import torch
 from safetensors.torch import save
 
@@ -50,6 +52,9 @@ from areal_async.rollout.rewards.process import decode_length
 from areal_async.rollout.rewards.worker import Answer
 from areal_async.trainer.batch.ledger import Ledger, LedgerFile
 from areal_async.trainer.output.archive import lines_through
+from areal_async.vision.images import ImageError, ImageLimits, take_image
+from areal_async.vision.pixels import patches
+from areal_async.vision.spec import VisionSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +247,28 @@ def _books_of(data: bytes) -> None:
     restored(Accounts(max_groups_in_flight=8).restore, decode_state(data, BooksState).accounts)
 
 
+_VISION = VisionSpec(
+    family="qwen3_vl",
+    image_token_id=5,
+    vision_start_token_id=6,
+    vision_end_token_id=7,
+    patch_size=4,
+    merge_size=2,
+    temporal_patch_size=2,
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+    min_pixels=64,
+    max_pixels=64 * 64,
+)
+_IMAGE = np.arange(24 * 16 * 3, dtype=np.uint8).reshape(16, 24, 3)
+
+
+def _image(kind: str) -> bytes:
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(_IMAGE).save(buffer, kind)
+    return buffer.getvalue()
+
+
 DECODERS: tuple[Decoder, ...] = (
     # streams and keys
     of_record(
@@ -317,6 +344,14 @@ DECODERS: tuple[Decoder, ...] = (
     decoder(
         "reward frame", lambda data: decode_length((data + b"\0" * 4)[:4]), b"\x02\x00\x00\x00", refuses=(EOFError,)
     ),
+    # images of conversations
+    decoder(
+        "image",
+        partial(take_image, spec=_VISION, limits=ImageLimits(max_source_pixels=2**20)),
+        *map(_image, ("PNG", "JPEG", "GIF", "WEBP")),
+        refuses=(ImageError,),
+    ),
+    decoder("image's pixels", partial(patches, spec=_VISION), _image("PNG"), refuses=(ImageError,)),
     # files of the run directory
     decoder(
         "ledger",
