@@ -32,6 +32,10 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Where torch reads how its allocator of GPU memory works; the second name is the older one, and is read first."""
 UNEVEN_GPUS = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 """Has SGLang start where the trainer has taken more of one of a server's GPUs so far than of another."""
+IMAGES = {"SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_MM_AVOID_RETOKENIZE": "1"}
+"""Has SGLang compute what the vision tower makes of an image for each request: it keeps that by the image alone, and
+0.5.23 goes on with it after a new version of the weights, flushed or not. And has it keep the ids that were sent beside
+images, instead of decoding and encoding them again. A model that does not see has no use for either."""
 SGLANG_KEY = "--admin-api-key"
 NAME = "--served-model-name"
 NUM_NAME_BYTES = 8
@@ -94,6 +98,7 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
         place += settings.num_inference_gpus - inference.num_gpus
     environment = _gpu_share(gpus, place, inference.tensor_parallel) | nccl_environment(inference)
     if is_sglang:
+        environment |= IMAGES
         arguments += ["--incremental-streaming-output"]
         if inference.tensor_parallel > 1:
             arguments += ["--tp-size", str(inference.tensor_parallel)]

@@ -2,15 +2,16 @@
 
 Tensors are compared with the hashes that the trainer announced: SGLang on a CPU shows the first 16 hex digits of the
 SHA-256 of a tensor's bytes, the embedded engine all 64. Only names known to both sides count (a server may fuse
-tensors), and over several ranks only norms, the ones that no rank splits. On a GPU the real SGLang hashes by a function
-of its own; there the first server of the node that holds a version, believed for naming it, vouches for what the
-others must show.
+tensors), however those of a model that sees are written, and over several ranks only norms, the ones that no rank
+splits. On a GPU the real SGLang hashes by a function of its own; there the first server of the node that holds a
+version, believed for naming it, vouches for what the others must show.
 """
 
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import Checksums, ServerApi
 from areal_async.inference.swap import check_version
 from areal_async.protocol.types import WeightsVersion
+from areal_async.vision.names import plain_name
 
 CHECKSUM_DEADLINE_S = 120.0
 """All of a model's bytes are hashed, beside what its host does else."""
@@ -53,8 +54,10 @@ def compare(checksums: Checksums, target: WeightsVersion) -> None:
         ServerFault: a tensor differs, or none is known to both.
     """
     num_compared = 0
-    for found in checksums.ranks:
-        for name, expected in target.tensors_sha256.items():
+    announced = {plain_name(name): expected for name, expected in target.tensors_sha256.items()}
+    for shown in checksums.ranks:
+        found = {plain_name(name): checksum for name, checksum in shown.items()}
+        for name, expected in announced.items():
             if name not in found or (len(checksums.ranks) > 1 and WHOLE_ON_EVERY_RANK not in name):
                 continue
             if not found[name] or not expected.startswith(found[name]):

@@ -62,6 +62,8 @@ class OpenRequest:
         meta["reasoning_tokens"] = 0
         meta["completion_tokens"] = last.num_output_tokens
         meta["cached_tokens"] = last.cached_tokens
+        if self.sequence.images is not None:
+            meta["image_tokens"] = self.sequence.images.num_tokens
         if last.finish_reason is not None:
             meta["weight_versions"] = last.weight_versions
             meta["e2e_latency"] = time.monotonic() - self._created_at

@@ -23,6 +23,9 @@ class DecodeBatch:
         self._device = device
         self.ids_N = torch.tensor(last_ids, device=device)
         self.positions_N = torch.tensor(lengths, device=device) - 1
+        deltas = [0 if sequence.images is None else sequence.images.delta for sequence in sequences]
+        self.deltas_N = self._column(deltas, skip=not any(deltas))
+        """What a token's number lacks of its position, where a prompt shows images."""
         self.longest = max(lengths)
         """The longest sequence, its last token included."""
         self._indexes = np.array([len(sequence.output_ids) for sequence in sequences], dtype=np.uint64)

@@ -5,6 +5,7 @@ an ignored penalty or mask would silently change what a trainer learns from.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -35,7 +36,6 @@ _NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
 
 _NEUTRAL_REQUEST: dict[str, tuple[Any, ...]] = {
     "input_embeds": (),
-    "image_data": ([],),
     "video_data": ([],),
     "audio_data": ([],),
     "logprob_start_len": (-1,),
@@ -87,11 +87,33 @@ class PromptBody(msgspec.Struct, kw_only=True):
 class GenerateBody(PromptBody, kw_only=True):
     """The fields of the JSON body that this engine acts on."""
 
+    image_data: str | list[str | list[str] | None] | None = None
+    """Images of the prompt, each a ``data:`` URL or base64; of a batch, one for all, or for each one or a list."""
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     return_logprob: bool | list[bool] | None = None
     top_logprobs_num: int | list[int] | None = None
     return_prompt_token_ids: bool = False
     stream: bool = False
+
+    def images_of(self, count: int) -> list[list[str]]:
+        """Return the images of each of ``count`` prompts.
+
+        Raises:
+            RequestError: there are not as many entries as prompts, or one prompt has lists in its list.
+        """
+        given = self.image_data if isinstance(self.image_data, list) else [self.image_data]
+        nested: list[Sequence[str | list[str] | None]]
+        if not self.is_batch:
+            nested = [given]
+        elif not isinstance(self.image_data, list) or not given:
+            nested = [given] * count
+        else:
+            nested = [one if isinstance(one, list) else [one] for one in given]
+        if len(nested) != count:
+            raise RequestError("The length of image_data should be equal to the batch size.")
+        if any(isinstance(one, list) for images in nested for one in images):
+            raise RequestError("image_data: got a list in the list of one prompt's images, need strings")
+        return [[one for one in images if isinstance(one, str)] for images in nested]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

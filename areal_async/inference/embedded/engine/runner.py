@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from areal_async.errors import UserError
 from areal_async.inference.embedded.engine.cache import ATTENTION_NAME, ForwardPlan, SlotCache
 from areal_async.inference.embedded.engine.errors import in_one_sentence
+from areal_async.inference.embedded.engine.images import PromptImages, lay_out
 from areal_async.inference.embedded.engine.options import EngineOptions
-from areal_async.inference.embedded.engine.weights import Merged
+from areal_async.inference.embedded.engine.tower import VisionTower
+from areal_async.inference.embedded.engine.weights import Merged, StagedWeights, swap_weights
 from areal_async.process.device import own_device
+from areal_async.vision.spec import VisionSpec
 
 _CPU_MEMORY_SHARE = 0.25
 """Share of the host's memory the cache may take: a trainer and other engines live there too."""
@@ -27,6 +30,8 @@ _CUDA_MEMORY_SHARE = 0.6
 _CPU_PASS_TOKENS = 2048
 """Prompts are computed in passes of about this many tokens on a CPU: the activations of larger ones leave its caches,
 which costs a third (6,600 tokens of the tiny model on one core: 0.40 s in one pass, 0.29 s in four)."""
+_SEEING_ATTENTION = {"text_config": ATTENTION_NAME, "vision_config": "sdpa"}
+"""By part of a model that sees: within an image nothing is causal, and nothing is cached."""
 MAX_SCORED_TOKENS = 8192
 """Tokens of prompts that are scored together, unless one prompt alone has more."""
 
@@ -34,8 +39,17 @@ MAX_SCORED_TOKENS = 8192
 class ModelRunner:
     """A causal language model with a slot cache."""
 
-    def __init__(self, model: Any, *, context_length: int, max_total_tokens: int | None) -> None:
+    def __init__(
+        self, model: Any, *, context_length: int, max_total_tokens: int | None, vision: VisionSpec | None = None
+    ) -> None:
+        """Take a model on its device.
+
+        Args:
+            vision: how the model sees; None where it does not.
+        """
         self.model = model
+        self.vision = vision
+        self.tower = None if vision is None else VisionTower(model)
         self.merged = Merged()
         """Adapter that is merged into the model's weights; replaced, never changed."""
         self.device: torch.device = model.device
@@ -53,29 +67,50 @@ class ModelRunner:
         ids = [getattr(config, "eos_token_id", None) for config in configs]
         return frozenset(id for one in ids for id in (one if isinstance(one, list) else [one]) if id is not None)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> torch.Tensor:
-        """Compute whole prompts into their slots; return the logits [len(prompts), V] after their last tokens."""
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        slots: Sequence[int],
+        images: Sequence[PromptImages | None] | None = None,
+    ) -> torch.Tensor:
+        """Compute whole prompts into their slots; return the logits [len(prompts), V] after their last tokens.
+
+        Args:
+            prompts: expanded, with what was sampled after them.
+            images: what each prompt shows; None for text alone.
+        """
+        images = images or [None] * len(prompts)
         ends = list(accumulate(map(len, prompts)))
         if self.device.type != "cpu" or len(prompts) == 1 or ends[-1] <= _CPU_PASS_TOKENS:
-            return self._prefill_pass(prompts, slots)
+            return self._prefill_pass(prompts, slots, images)
         passes = groupby(range(len(prompts)), key=lambda index: ends[index] // _CPU_PASS_TOKENS)
         members = [list(indices) for _, indices in passes]
-        return torch.cat([self._prefill_pass(prompts[m[0] : m[-1] + 1], slots[m[0] : m[-1] + 1]) for m in members])
+        parts = [slice(m[0], m[-1] + 1) for m in members]
+        return torch.cat([self._prefill_pass(prompts[part], slots[part], images[part]) for part in parts])
 
-    def _prefill_pass(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> torch.Tensor:
+    def _prefill_pass(
+        self, prompts: Sequence[Sequence[int]], slots: Sequence[int], images: Sequence[PromptImages | None]
+    ) -> torch.Tensor:
         """Compute whole prompts, packed into one sequence, in one forward pass."""
         ends = [0, *accumulate(map(len, prompts))]
         bases = [slot * self.cache.slot_tokens for slot in slots]
         rows = [range(base, base + len(prompt)) for prompt, base in zip(prompts, bases, strict=True)]
         plan = ForwardPlan(rows_T=self._joined(rows), segments=list(pairwise(ends)))
+        ids_1T, last = self._joined(prompts)[None], self._joined([ends[1:]]) - 1
+        if any(images):
+            return self._forward_seeing(ids_1T, images, list(map(len, prompts)), plan, last)[0]
         positions_1T = self._joined(range(len(prompt)) for prompt in prompts)[None]
-        return self._forward(self._joined(prompts)[None], positions_1T, plan, self._joined([ends[1:]]) - 1)[0]
+        return self._forward(ids_1T, positions_1T, plan, last)[0]
 
-    def decode(self, ids_N: torch.Tensor, positions_N: torch.Tensor, longest: int) -> torch.Tensor:
+    def decode(
+        self, ids_N: torch.Tensor, positions_N: torch.Tensor, longest: int, deltas_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Feed one token to each of the first N slots; return the logits [N, V] after it.
 
         Args:
+            positions_N: how many tokens each sequence has before this one: where it is in its slot.
             longest: the highest position plus one, known on the host so that nothing waits for the device.
+            deltas_N: what is added to ``positions_N`` where images stand before the token; None where none do.
         """
         bases_N = torch.arange(len(ids_N), device=self.device) * self.cache.slot_tokens
         plan = ForwardPlan(
@@ -83,7 +118,8 @@ class ModelRunner:
             positions_N=positions_N,
             attended_tokens=self.cache.attended_tokens(longest),
         )
-        return self._forward(ids_N[:, None], positions_N[:, None], plan, 1)[:, -1]
+        placed_N = positions_N if deltas_N is None else positions_N + deltas_N
+        return self._forward(ids_N[:, None], placed_N[:, None], plan, 1)[:, -1]
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, plan: ForwardPlan, logits_to_keep: int | torch.Tensor
@@ -99,6 +135,35 @@ class ModelRunner:
         )
         logits: torch.Tensor = output.logits
         return logits
+
+    def _forward_seeing(
+        self,
+        ids_1T: torch.Tensor,
+        images: Sequence[PromptImages | None],
+        lengths: Sequence[int],
+        plan: ForwardPlan,
+        logits_to_keep: torch.Tensor,
+    ) -> torch.Tensor:
+        assert self.tower is not None
+        self.cache.plan = plan
+        is_image_T, positions_3T = (torch.from_numpy(row).to(self.device) for row in lay_out(images, lengths))
+        shown = [image for one in images if one is not None for image in one.images]
+        # The model's own forward takes every token with the placeholder's id for an image, also one that was sampled.
+        output = self.model.model.language_model(
+            **self.tower.inputs(ids_1T, is_image_T, shown),
+            position_ids=positions_3T[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+            slot_plan=plan,
+        )
+        logits: torch.Tensor = self.model.lm_head(output.last_hidden_state[:, logits_to_keep])
+        return logits
+
+    def swap_weights(self, staged: StagedWeights) -> None:
+        """Point the model at other weights; what the tower saw by the old ones is forgotten."""
+        self.merged = swap_weights(self.model, staged, self.merged)
+        if self.tower is not None:
+            self.tower.forget()
 
     def reserve(self, num_slots: int, slot_tokens: int) -> None:
         """Make room for ``num_slots`` sequences of ``slot_tokens``.
@@ -116,6 +181,8 @@ class ModelRunner:
 
     def release_memory(self) -> None:
         """Give what the cleared cache has left with torch's allocator back to the device, for other processes."""
+        if self.tower is not None:
+            self.tower.forget()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -157,8 +224,15 @@ def load_runner(options: EngineOptions, path: Path) -> ModelRunner:
     """
     with in_one_sentence(f"model at {path}"):
         if not options.is_embedding:
-            model, context_length = _load_model(AutoModelForCausalLM, options, path, remedy="check --model-path")
-            return ModelRunner(model, context_length=context_length, max_total_tokens=options.max_total_tokens)
+            vision = VisionSpec.read(path)
+            factory = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+            attention = ATTENTION_NAME if vision is None else _SEEING_ATTENTION
+            model, context_length = _load_model(
+                factory, options, path, remedy="check --model-path", attention=attention
+            )
+            return ModelRunner(
+                model, context_length=context_length, max_total_tokens=options.max_total_tokens, vision=vision
+            )
         remedy = "need a sequence classifier with its head, as reward-model writes one"
         model, context_length = _load_model(AutoModelForSequenceClassification, options, path, remedy=remedy)
         if not hasattr(model, "score"):
@@ -169,15 +243,20 @@ def load_runner(options: EngineOptions, path: Path) -> ModelRunner:
         return ScoringRunner(model, context_length=context_length, max_total_tokens=MAX_SCORED_TOKENS)
 
 
-def _load_model(factory: Any, options: EngineOptions, path: Path, *, remedy: str) -> tuple[Any, int]:
+def _load_model(
+    factory: Any,
+    options: EngineOptions,
+    path: Path,
+    *,
+    remedy: str,
+    attention: str | dict[str, str] = ATTENTION_NAME,
+) -> tuple[Any, int]:
     """Return the model on its device, and its context length."""
     device = _resolve_device(options.device)
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    model, loading = factory.from_pretrained(
-        path, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
-    )
+    model, loading = factory.from_pretrained(path, dtype=dtype, attn_implementation=attention, output_loading_info=True)
     if loading["missing_keys"] or loading["mismatched_keys"]:
         raise UserError(
             f"model at {path}: {len(loading['missing_keys'])} tensors missing and "

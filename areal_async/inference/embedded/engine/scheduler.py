@@ -19,7 +19,7 @@ from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.runner import ModelRunner
 from areal_async.inference.embedded.engine.sampling import Drawn
 from areal_async.inference.embedded.engine.sequence import Piece, RunningSequence, TopLogprobs, abort_reason
-from areal_async.inference.embedded.engine.weights import StagedWeights, swap_weights
+from areal_async.inference.embedded.engine.weights import StagedWeights
 
 Emission = tuple[RunningSequence, Piece]
 
@@ -136,7 +136,7 @@ class Scheduler:
 
     def apply_weights(self, staged: StagedWeights, weight_version: str | None) -> None:
         """Swap the weights; sequences with output remember which of their tokens came before."""
-        self._runner.merged = swap_weights(self._runner.model, staged, self._runner.merged)
+        self._runner.swap_weights(staged)
         self._epoch += 1
         if weight_version is None or weight_version == self.weight_version:
             return
@@ -175,7 +175,7 @@ class Scheduler:
             self._batch = None
 
     def _find_sibling(self, sequence: RunningSequence) -> RunningSequence | None:
-        """Find a running sequence whose prompt is the same and was computed by today's weights."""
+        """Find a running sequence whose prompt is the same, images too, and was computed by today's weights."""
         if sequence.output_ids or len(sequence.prompt_ids) == 1:
             return None
         for other in self._running:
@@ -183,6 +183,7 @@ class Scheduler:
                 other.prompt_hash == sequence.prompt_hash
                 and other.prompt_epoch == self._epoch
                 and other.prompt_ids == sequence.prompt_ids
+                and other.shown == sequence.shown
             ):
                 return other
         return None
@@ -191,7 +192,8 @@ class Scheduler:
         logits = None
         if to_prefill:
             tokens = [(*sequence.prompt_ids, *sequence.output_ids) for sequence in to_prefill]
-            logits = self._runner.prefill(tokens, [sequence.slot for sequence in to_prefill])
+            slots = [sequence.slot for sequence in to_prefill]
+            logits = self._runner.prefill(tokens, slots, [sequence.images for sequence in to_prefill])
         for sibling, sequence in to_copy:
             # All but the last token: decoding that one is what yields the first logits.
             sequence.cached_tokens = len(sequence.prompt_ids) - 1
@@ -203,7 +205,7 @@ class Scheduler:
         batch = self._batch
         if batch is None:
             batch = self._batch = self._batch_of(self._running)
-        drawn = batch.sample(self._runner.decode(batch.ids_N, batch.positions_N, batch.longest))
+        drawn = batch.sample(self._runner.decode(batch.ids_N, batch.positions_N, batch.longest, batch.deltas_N))
         batch.advance(drawn.ids_N)
         self._take_tokens(self._running, drawn)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_async.inference.embedded.engine.grammar import Grammar
+from areal_async.inference.embedded.engine.images import PromptImages, SeenImage
 from areal_async.inference.embedded.engine.protocol import SamplingParams
 from areal_async.inference.embedded.engine.text import StopStrings
 
@@ -37,6 +38,8 @@ class RunningSequence:
 
     rid: str
     prompt_ids: tuple[int, ...]
+    images: PromptImages | None = None
+    """What ``prompt_ids`` show; None for text alone."""
     params: SamplingParams
     max_new_tokens: int
     stop_token_ids: frozenset[int]
@@ -72,7 +75,12 @@ class RunningSequence:
     """Whether the model produced NaN for it: then its cache holds some too."""
 
     def __post_init__(self) -> None:
-        self.prompt_hash = hash(self.prompt_ids)
+        self.prompt_hash = hash((self.prompt_ids, self.shown))
+
+    @property
+    def shown(self) -> tuple[SeenImage, ...]:
+        """The images of the prompt: prompts of the same tokens may show others."""
+        return () if self.images is None else self.images.images
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,7 @@ import structlog
 from areal_async.inference.embedded.engine.answers import OpenRequest
 from areal_async.inference.embedded.engine.errors import RequestError, WeightsError
 from areal_async.inference.embedded.engine.grammar import Grammar, Grammars
+from areal_async.inference.embedded.engine.images import ImageReader, SeenImage
 from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.protocol import SamplingParams, check_length, check_prompt_ids
 from areal_async.inference.embedded.engine.runner import ModelRunner, ScoringRunner
@@ -75,6 +76,7 @@ class EngineService:
         own_id = None if tokenizer is None else tokenizer.eos_token_id
         self._eos_token_ids = runner.eos_token_ids | (set() if own_id is None else {own_id})
         self.grammars = Grammars(tokenizer, vocab_size=runner.vocab_size, eos_token_ids=self._eos_token_ids)
+        self.images = ImageReader(runner.vision)
         self._line = ScoreLine(runner, thread) if isinstance(runner, ScoringRunner) else None
         self._requests: dict[str, OpenRequest] = {}
         self._random = random.Random(options.random_seed)
@@ -104,6 +106,7 @@ class EngineService:
         prompt_ids: list[int],
         params: SamplingParams,
         *,
+        images: tuple[SeenImage, ...] = (),
         rid: str | None = None,
         is_stream: bool = False,
         return_logprob: bool = False,
@@ -113,6 +116,9 @@ class EngineService:
     ) -> OpenRequest:
         """Check and register one request; ``enter`` starts it, ``close`` must follow.
 
+        Args:
+            prompt_ids: with one placeholder for each of ``images``.
+
         Raises:
             RequestError: it can never be served.
         """
@@ -121,6 +127,7 @@ class EngineService:
         rid = rid or uuid.uuid4().hex
         if rid in self._requests:
             raise RequestError(f"Duplicate request ID detected: {rid}")
+        prompt_ids, placed = self.images.place(prompt_ids, images)
         check_prompt_ids(prompt_ids, vocab_size=self.runner.vocab_size, context_length=self.context_length)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop: the model has no tokenizer to match strings with; use stop_token_ids")
@@ -134,6 +141,7 @@ class EngineService:
         sequence = RunningSequence(
             rid=rid,
             prompt_ids=tuple(prompt_ids),
+            images=placed,
             params=params,
             max_new_tokens=check_length(len(prompt_ids), params, context_length=self.context_length),
             stop_token_ids=frozenset() if params.ignore_eos else end_token_ids,

@@ -16,6 +16,7 @@ import torch
 from areal_async.inference.embedded.engine.adapters import base_name, is_adapter, merge_adapter, read_adapter
 from areal_async.inference.embedded.engine.errors import WeightsError
 from areal_async.inference.embedded.engine.tensor_files import read_tensors
+from areal_async.vision.names import plain_name
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -91,19 +92,21 @@ def _stage(
     """Check tensors against a model's and copy them; return them, the names it does not know and those missing.
 
     Tied tensors (an output head that is the embedding) may come under any of their names, or several: the first name
-    stands for all of them.
+    stands for all of them. Those of a model that sees may be written as in a checkpoint or as in the model.
     """
     targets = model.state_dict(keep_vars=True)
+    own_names = {plain_name(name): name for name in targets}
     first_names: dict[int, str] = {}
     for name, target in targets.items():
         first_names.setdefault(id(target), name)
     staged: dict[str, torch.Tensor] = {}
     unknown = []
     for name, tensor in tensors:
-        if name not in targets:
+        own_name = own_names.get(plain_name(name))
+        if own_name is None:
             unknown.append(name)
             continue
-        target = targets[name]
+        target = targets[own_name]
         if tensor.shape != target.shape:
             raise WeightsError(
                 f"{name} has shape {list(tensor.shape)}, need {list(target.shape)}; "

@@ -64,12 +64,14 @@ class GenerateEndpoint:
         count = len(prompts)
         params = [parse_sampling(_pick(body.sampling_params, index, count) or {}) for index in range(count)]
         grammars = [one.grammar and await self._service.grammars.begin(*one.grammar) for one in params]
+        images = [await self._service.images.read(sources) for sources in body.images_of(count)]
         requests: list[OpenRequest] = []
         for index, prompt_ids in enumerate(prompts):
             rid = _pick(body.rid, index, count)
             request = self._service.open(
                 prompt_ids,
                 params[index],
+                images=images[index],
                 grammar=grammars[index],
                 num_top_logprobs=_pick(body.top_logprobs_num, index, count) or 0,
                 rid=f"{rid}_{index}" if body.is_batch and isinstance(body.rid, str) else rid,

@@ -242,7 +242,7 @@ class ServiceRoutes:
                 "reasoning_parser": None,
                 "tool_call_parser": None,
                 "disaggregation_mode": "null",
-                "has_image_understanding": False,
+                "has_image_understanding": service.runner.vision is not None,
                 "has_audio_understanding": False,
                 "model_type": config.model_type,
                 "architectures": config.architectures,
