@@ -21,6 +21,7 @@ KEPT = {
         "trainer.lora.rank",
         "trainer.lora.alpha",
         "trainer.lora.target_modules",
+        "trainer.vision",
     ),
     "the distance to it was part of what was trained": ("model.reference.path",),
     "tokens so far were sampled and trained in it": ("model.dtype",),

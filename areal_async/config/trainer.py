@@ -127,8 +127,15 @@ class TrainerSettings(EngineSettings):
     lora: LoraSettings = LoraSettings()
     """Adapters of the policy instead of all its weights; a critic is trained whole."""
 
+    vision: Literal["train", "freeze", "lora"] = "train"
+    """What becomes of the vision tower of a model that sees: ``freeze`` leaves it as it is, without gradients and
+    moments, and keeps it in ``model.dtype``. ``lora`` is not done yet; beside the adapters of ``trainer.lora`` the
+    tower is to be frozen. Without a tower it changes nothing."""
+
     @model_validator(mode="after")
     def _check_layouts(self) -> Self:
+        if self.vision == "lora":
+            raise ValueError("vision: got lora, which is not done yet, need train or freeze; set it to freeze")
         if self.num_ranks % self.num_hosts:
             raise ValueError(
                 f"num_hosts: got {self.num_hosts} with num_ranks={self.num_ranks}, need as many ranks on each host; "

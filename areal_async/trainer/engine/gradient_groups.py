@@ -13,7 +13,10 @@ THIRDS = ("layers_first", "layers_middle", "layers_last")
 GROUPS = (*KINDS, *THIRDS)
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_VISION = re.compile(r"(?:^|\.)visual\.")
 _MARKS = (
+    # Before all others: a tower has blocks, norms and attention of its own.
+    ("other", _VISION),
     # In this order: a norm inside the attention is a norm.
     ("norms", re.compile(r"norm|(?:^|\.)ln_")),
     ("attention", re.compile(r"attn|attention")),
@@ -26,7 +29,12 @@ _MARKS = (
 def layer_of(name: str) -> int | None:
     """Return the number of the decoder layer that a parameter belongs to; None for one outside of layers."""
     found = _LAYER.search(name)
-    return int(found[1]) if found else None
+    return int(found[1]) if found and not is_of_vision(name) else None
+
+
+def is_of_vision(name: str) -> bool:
+    """Say whether a parameter is of the tower of a model that sees."""
+    return _VISION.search(name) is not None
 
 
 def num_layers(names: Iterable[str]) -> int:

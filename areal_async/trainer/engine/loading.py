@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from areal_async.errors import UserError
 from areal_async.process.gc_pauses import importing
 from areal_async.trainer.engine.attention import PACKED, register_packed_attention
+from areal_async.trainer.engine.vision import sees, stored_name
 
 CAUSAL_LM, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
+SEEING_LM = "AutoModelForImageTextToText"
+"""What transformers has a causal language model that sees under."""
 KINDS = {CAUSAL_LM: "causal language model", CLASSIFIER: "decoder with a head of one output"}
 
 
@@ -39,13 +42,18 @@ def empty_decoder(kind: str, folder: Path, *, stored: torch.dtype) -> Any:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
 
-        auto_class = getattr(transformers, kind)
     register_packed_attention()
     labels = {"num_labels": 1} if kind == CLASSIFIER else {}
     with _refused(kind, folder):
         config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **labels)
         with torch.device("meta"):
-            decoder = auto_class.from_config(config, dtype=stored, attn_implementation=PACKED)
+            if kind == CAUSAL_LM and sees(config):
+                # One name for both would reach the tower too, which looks both ways.
+                auto_class: Any = getattr(transformers, SEEING_LM)
+                attention: Any = {"text_config": PACKED, "vision_config": "sdpa"}
+            else:
+                auto_class, attention = getattr(transformers, kind), PACKED
+            decoder = auto_class.from_config(config, dtype=stored, attn_implementation=attention)
     is_quantized = getattr(config, "quantization_config", None) is not None
     conversions = get_model_conversion_mapping(decoder, add_legacy=False)
     if is_quantized or any(isinstance(one, WeightConverter) for one in conversions):
@@ -96,7 +104,8 @@ class StoredWeights:
         names: dict[str, str] = {}
         for name, aliases in _aliases(decoder).items():
             # Tied weights lie in the files under one of their names; a model without its head leaves the prefix out.
-            known = [one for alias in aliases for one in (alias, alias.removeprefix(prefix)) if one in entries]
+            names_of = [(alias, alias.removeprefix(prefix), stored_name(alias, decoder.config)) for alias in aliases]
+            known = [one for names in names_of for one in names if one in entries]
             if not known and name not in optional:
                 raise UserError(f"model: cannot load {folder} as a {KINDS[kind]}: no safetensors there hold {name}")
             shape = decoder.get_parameter(name).shape

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ from areal_async.config.lora import LoraSettings
 from areal_async.errors import UserError
 from areal_async.process.atomic_folders import written_whole
 from areal_async.trainer.engine.parallel.dims import local_shard
+from areal_async.trainer.packing.flops import language_model
 
 IN, OUT = "lora_A", "lora_B"
 """PEFT's names of an adapter's two matrices."""
@@ -106,7 +107,8 @@ def adapt(decoder: nn.Module, settings: LoraSettings) -> None:
         UserError: its layers have no linear module of one of the names.
     """
     decoder.requires_grad_(False)
-    inside = f"{cast(Any, decoder).base_model_prefix}.layers."
+    layers = language_model(decoder).layers
+    inside = next(f"{name}." for name, module in decoder.named_modules() if module is layers)
     linears = {
         name: module
         for name, module in decoder.named_modules()

@@ -6,6 +6,7 @@ trained on must be those the server reports.
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -26,7 +27,9 @@ from areal_async.trainer.engine.lora import adapt, adapters
 from areal_async.trainer.engine.parallel.dims import PP, ParallelDims, local_shard
 from areal_async.trainer.engine.parallel.stages import Skipped, StagedModel
 from areal_async.trainer.engine.parallel.tensor import divide_decoder, divided_scores, is_divided, num_local_words
+from areal_async.trainer.engine.vision import embedded, prepare_tower, vision_tower
 from areal_async.trainer.engine.weights import base_witnesses
+from areal_async.trainer.packing.flops import language_model
 from areal_async.trainer.packing.rows import PackedRow
 
 M = TypeVar("M", bound=nn.Module)
@@ -58,10 +61,13 @@ class DecoderModel(nn.Module):
     def states(self, row: PackedRow, received: Tensor | None = None) -> Tensor:
         """Return the decoder's last states [1, T, H], of the row's tokens or of another stage's states (``stages``)."""
         given = {"input_ids": row.token_ids_T[None]} if received is None else {"inputs_embeds": received}
+        position_ids = row.position_ids_T[None]
+        if row.images is not None:
+            given = embedded(self.decoder, row.token_ids_T, row.images)
+            position_ids = row.images.position_ids_4T[:, None]
         documents = Documents(lengths=row.lengths, device=row.token_ids_T.device)
-        base = cast(Any, self.decoder).base_model
-        hidden: Tensor = base(
-            **given, position_ids=row.position_ids_T[None], documents=documents, use_cache=False
+        hidden: Tensor = language_model(self.decoder)(
+            **given, position_ids=position_ids, documents=documents, use_cache=False
         ).last_hidden_state
         return hidden
 
@@ -151,6 +157,7 @@ def load_policy(
     _check_trainable(causal_lm, folder)
     stored = StoredWeights.of(causal_lm, CAUSAL_LM, folder)
     causal_lm.requires_grad_(not is_frozen)
+    prepare_tower(causal_lm, trainer, dtype)
     base_sha256: dict[str, str] = {}
     if has_adapters:
         adapt(causal_lm, trainer.lora)
@@ -214,11 +221,13 @@ def _laid_out(
 def _shard(whole: nn.Module, decoder: Any, dims: ParallelDims, trainer: TrainerSettings, dtype: torch.dtype) -> None:
     if dims.tp_mesh is not None:
         divide_decoder(decoder, dims.tp_mesh)
-    layers = [layer for layer in decoder.base_model.layers if not isinstance(layer, Skipped)]
+    layers = [layer for layer in language_model(decoder).layers if not isinstance(layer, Skipped)]
+    tower = vision_tower(decoder)
+    blocks = [] if tower is None else list(cast(Any, tower).blocks)
     if trainer.compile:
         compile_layers(layers)
     if trainer.activation_checkpointing and any(one.requires_grad for one in whole.parameters()):
-        for layer in layers:
+        for layer in (*layers, *blocks):
             # The forward alone, so that FSDP's hooks around it do not run again in the backward pass.
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     precision = MixedPrecisionPolicy(
@@ -226,14 +235,17 @@ def _shard(whole: nn.Module, decoder: Any, dims: ParallelDims, trainer: TrainerS
     )
     # Pinned memory is a GPU's; without one the shards lie where they would anyway.
     offload = CPUOffloadPolicy(pin_memory=dims.all.device.type == "cuda") if trainer.cpu_offload else OffloadPolicy()
+    for block in blocks:  # the angles of their positions stay in float32, as transformers has them
+        uncast = replace(precision, cast_forward_inputs=False)
+        fully_shard(block, mesh=dims.dp_mesh, mp_policy=uncast, offload_policy=offload)
     for module in (*layers, whole):
         fully_shard(module, mesh=dims.dp_mesh, mp_policy=precision, offload_policy=offload)
     materialize(decoder, torch.device("cpu") if trainer.cpu_offload else dims.all.device)
 
 
 def _check_trainable(causal_lm: Any, path: Path) -> None:
-    config = causal_lm.config
-    if not hasattr(causal_lm.base_model, "layers"):
+    config = causal_lm.config.get_text_config()
+    if not hasattr(language_model(causal_lm), "layers"):
         raise UserError(f"model: got {path} of type {config.model_type}, need a decoder with a list of layers")
     scaled = [name for name in HEAD_SCALES if getattr(config, name, None) not in (None, 1)]
     if scaled:

@@ -30,8 +30,10 @@ from areal_async.trainer.engine.parallel.execution import Execution, Loss, execu
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.tensor import sum_over_tp
 from areal_async.trainer.engine.stats import Tally
+from areal_async.trainer.engine.vision import vision_tower
 from areal_async.trainer.packing.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.packing.rows import PackedRow, TrainRow
+from areal_async.vision.spec import VisionSpec
 
 T = TypeVar("T")
 Load = Callable[..., Any]
@@ -68,12 +70,13 @@ class ModelEngine(Generic[T]):
             token_budget=trainer.token_budget,
             fit=self._execution.fit_rows,
             num_together=num_together,
+            vision=VisionSpec.read(self._source) if vision_tower(self._model.decoder) is not None else None,
         )
 
     @property
     def vocab_size(self) -> int:
         """Words of the model's embedding."""
-        return int(self._model.decoder.config.vocab_size)
+        return int(self._model.decoder.config.get_text_config().vocab_size)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Return copies of all parameters, whole, in float32, on the CPU of rank 0; nothing elsewhere. A collective."""

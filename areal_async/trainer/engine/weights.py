@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from areal_async.inference.weight_group import describe, flatten, unflatten
 from areal_async.protocol.types import TensorSpec
-from areal_async.trainer.engine.gradient_groups import layer_of
+from areal_async.trainer.engine.gradient_groups import is_of_vision, layer_of
 from areal_async.trainer.engine.host_copies import SideCopies, make_copies
 from areal_async.trainer.engine.lora import BASE, adapters, is_adapter, merge, peft_name
 from areal_async.trainer.engine.parallel.dims import whole_of
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.stages import StagedModel
+from areal_async.trainer.engine.vision import stored_name
 
 Bucket = list[TensorSpec]
 
@@ -59,8 +60,8 @@ def gather(
             ranks wait meanwhile, in the next collective; where there are holders they pass some function too.
         into: copies to overwrite and to return (``empty_copies``); new ones else.
     """
-    parameters = dict(causal_lm.named_parameters())
-    adapted = {f"{name}.weight": module for name, module in adapters(causal_lm).items()}
+    parameters = {_served_name(causal_lm, name): one for name, one in causal_lm.named_parameters()}
+    adapted = {_served_name(causal_lm, f"{name}.weight"): module for name, module in adapters(causal_lm).items()}
 
     def whole_on(takers: set[int], spec: TensorSpec) -> Tensor | None:
         if isinstance(causal_lm, StagedModel):
@@ -136,7 +137,7 @@ def base_witnesses(causal_lm: nn.Module, read: Callable[[str], Tensor]) -> dict[
     named = {name: parameter.detach() for name, parameter in causal_lm.named_parameters() if not is_adapter(name)}
     adapted = {f"{name}.weight": f"{name}.{BASE}.weight" for name in adapters(causal_lm)}
     num_dims = {name: parameter.ndim for name, parameter in named.items()}
-    return {adapted.get(name, name): _sha256(read(name)) for name in _witness_names(num_dims)}
+    return {adapted.get(name, _served_name(causal_lm, name)): _sha256(read(name)) for name in _witness_names(num_dims)}
 
 
 def adapter_witnesses(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -152,6 +153,8 @@ def _witness_names(num_dims: Mapping[str, int]) -> list[str]:
     looked_at = {None, *ends, *layers[len(layers) // 2 :][:1]}
 
     def is_witness(name: str) -> bool:
+        if is_of_vision(name):
+            return False
         if num_dims[name] == 1:
             return "norm" in name and layer_of(name) in looked_at
         return name.endswith(".down_proj.weight") and layer_of(name) in ends
@@ -169,10 +172,15 @@ def _sha256(tensor: Tensor) -> str:
 
 
 def _shapes(causal_lm: nn.Module) -> Iterable[tuple[str, torch.Size]]:
-    """Return the shape of every parameter of the whole model, in its order."""
+    """Return the shape of every parameter of the whole model, in its order, as it is served."""
     if isinstance(causal_lm, StagedModel):
         return causal_lm.shapes.items()
-    return ((name, parameter.shape) for name, parameter in causal_lm.named_parameters())
+    return ((_served_name(causal_lm, name), parameter.shape) for name, parameter in causal_lm.named_parameters())
+
+
+def _served_name(causal_lm: nn.Module, name: str) -> str:
+    """Return what servers call a parameter: as Hugging Face's files do, and an adapter as PEFT does."""
+    return name if is_adapter(name) else stored_name(name, causal_lm.config)
 
 
 def _split(tensors: Mapping[str, Tensor], *, max_bytes: int) -> Iterable[list[str]]:

@@ -10,7 +10,8 @@ class DecoderFlops:
 
     A sequence of L tokens, S of them scored, costs ``a L + h S + b L (L + 1) / 2``: the first two terms are the
     matrices, the last the attention of each token to itself and those before it. Norms, activations and softmax
-    are left out, as is usual. Integers, so every rank comes to the same sum.
+    are left out, as is usual. So is the tower of a model that sees: it encodes an image once for all sequences of a row
+    that show it, and what it costs depends on who shares the row. Integers, so every rank comes to the same sum.
 
     Source: Kaplan et al. 2020, arXiv 2001.08361, table 1 (2 operations per weight and token; 4 per layer, attention
     width and pair of tokens, query with key and score with value); Chowdhery et al. 2022 (PaLM), arXiv 2204.02311,
@@ -34,6 +35,12 @@ class DecoderFlops:
         return 3 * self.forward(num_tokens, num_scored)
 
 
+def language_model(model: Any) -> Any:
+    """Return the part of a Hugging Face decoder that has its layers: of one that sees, what is behind its tower."""
+    base = model.base_model
+    return getattr(base, "language_model", base)
+
+
 def decoder_flops(model: Any) -> DecoderFlops:
     """Count the weights of a Hugging Face decoder, sharded or whole, with the head of its words or of one score.
 
@@ -42,8 +49,8 @@ def decoder_flops(model: Any) -> DecoderFlops:
     counted: DecoderFlops | None = getattr(model, "flops", None)
     if counted is not None:
         return counted
-    config = model.config
-    layers = model.base_model.layers
+    config = model.config.get_text_config()
+    layers = language_model(model).layers
     head = model.score if hasattr(model, "score") else model.get_output_embeddings()
     heads = config.num_attention_heads
     head_width = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -52,6 +52,8 @@ class TrainRow:
     turns: NDArray[np.int16] | None = None
     """Number of the credited reply that each token belongs to; None where the sequence is one. A ratio or a correction
     of whole sequences is then each reply's."""
+    images: tuple[bytes, ...] = ()
+    """PNGs of what its tokens show, in their order, in the size that the model sees; siblings may share the bytes."""
     index: int = 0
     """Position in the step's whole batch, whatever rank holds the row: it alone decides the mini-batch."""
 
@@ -106,6 +108,22 @@ def with_columns(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedImages:
+    """What the tokens of a packed row show. T: its tokens, I of which show a part of an image each."""
+
+    patches: Sequence[Tensor]
+    """Patches of each image that is shown, once, in host memory: [number of patches, values of one]."""
+    grids_N3: Tensor
+    """Patches of each image in time, height and width."""
+    position_ids_4T: Tensor
+    """``PackedRow.position_ids_T``, and in time, height and width, where an image's tokens stand side by side."""
+    at_I: Tensor
+    """Positions in the row of the tokens that show."""
+    shown_I: Tensor
+    """What each shows: its number among the tokens of all ``patches``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedRow:
     """Several sequences in one row. T: tokens; S: scored ones, in the order of the row."""
 
@@ -133,6 +151,8 @@ class PackedRow:
     ages_S: Tensor | None = None
     columns_S: Mapping[str, Tensor] = field(default_factory=dict)
     """The columns that all of its sequences have."""
+    images: PackedImages | None = None
+    """None where no row of the call shows any, on any rank (``images``)."""
 
 
 def pack_rows(rows: Sequence[TrainRow], device: torch.device, shares: Sequence[TokenShare] | None = None) -> PackedRow:

@@ -16,8 +16,10 @@ from areal_async.algorithms.aggregation import Aggregation, TokenShare
 from areal_async.trainer.engine.parallel.dims import ParallelDims
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.packing.flops import DecoderFlops
+from areal_async.trainer.packing.images import with_images
 from areal_async.trainer.packing.pack import Parts, fill, pack, part_costs, spread
 from areal_async.trainer.packing.rows import PackedRow, TrainRow, empty_row, pack_rows, unsampled_row
+from areal_async.vision.spec import VisionSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +34,8 @@ class RowPacker:
     """Makes of the rows that are needed the number that suits the model's layout, not a smaller one."""
     num_together: int
     """Rows, one after the other, that always share a packed one."""
+    vision: VisionSpec | None = None
+    """How the model sees; None where it does not."""
 
     def minibatches(
         self, rows: Sequence[TrainRow], *, num_minibatches: int, aggregation: Aggregation, columns: Sequence[str] = ()
@@ -69,14 +73,29 @@ class RowPacker:
         shares: Sequence[TokenShare] | None = None,
         columns: Sequence[str] = (),
     ) -> list[PackedRow]:
-        """Return the packed rows of ``divide``'s parts, an empty one for each that is empty."""
+        """Return the packed rows of ``divide``'s parts, an empty one for each that is empty.
+
+        A collective where the model sees.
+
+        Raises:
+            ValueError: images are none of this model's, or other ones than the tokens say.
+        """
         device = self.dims.all.device
-        return [
+        packed = [
             pack_rows([rows[i] for i in members], device, [shares[i] for i in members] if shares else None)
             if members
             else empty_row(device, columns)
             for members in parts
         ]
+        has_images = any(row.images for row in rows)
+        if self.vision is None:
+            if has_images:
+                raise ValueError("packing: got rows with images for a model that does not see, need rows of text")
+            return packed
+        # The tower is gathered as it runs, and its gradients are summed: all rows of all ranks have them, or none.
+        if not self.dims.data.largest(int(has_images)):
+            return packed
+        return with_images(packed, [[rows[i] for i in members] for members in parts], self.vision)
 
 
 def divide(

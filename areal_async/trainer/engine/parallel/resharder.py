@@ -124,7 +124,8 @@ def decode_rows(payload: bytes) -> list[TrainRow]:
 
 
 def _unpacked(parcel: _Parcel) -> TrainRow:
-    return TrainRow(**msgspec.msgpack.decode(parcel.row, ext_hook=_array))
+    columns = msgspec.msgpack.decode(parcel.row, ext_hook=_array)
+    return TrainRow(**columns | {"images": tuple(columns.get("images", ()))})  # a batch that was kept may have none
 
 
 def _encoded(values: Any) -> Any:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from areal_async.errors import UserError
 from areal_async.trainer.engine.parallel.dims import local_shard
+from areal_async.trainer.packing.flops import language_model
 
 OUTPUTS_CUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 INPUTS_CUT = ("o_proj", "down_proj")
@@ -56,7 +57,7 @@ def divide_decoder(decoder: Any, mesh: DeviceMesh) -> None:
     head = None if hasattr(decoder, "score") else decoder.get_output_embeddings()  # of a critic there is none
     # An embedding of another type does more than look up, and what is tied to it cannot be cut without it.
     is_plain = type(embedding) in (nn.Embedding, nn.Identity)
-    if is_plain and decoder.config.vocab_size % mesh.size() == 0:
+    if is_plain and decoder.config.get_text_config().vocab_size % mesh.size() == 0:
         if isinstance(embedding, nn.Embedding):
             parts.cut_embedding(embedding)
         if isinstance(head, nn.Linear):
@@ -65,7 +66,7 @@ def divide_decoder(decoder: Any, mesh: DeviceMesh) -> None:
 
 def check_divisible(decoder: Any, parts: int) -> None:
     """Raise UserError where the layers cannot be divided into so many parts."""
-    config = decoder.config
+    config = decoder.config.get_text_config()
     for layer in _layers(decoder):
         names = sorted(name for name, _ in _linears(layer))
         if names != sorted((*OUTPUTS_CUT, *INPUTS_CUT)):
@@ -236,7 +237,7 @@ class _DividedScores(torch.autograd.Function):
 
 def _layers(decoder: Any) -> Iterator[nn.Module]:
     """Yield the layers that are there: of a stage's decoder the others have no parameters."""
-    for layer in decoder.base_model.layers:
+    for layer in language_model(decoder).layers:
         if any(True for _ in layer.parameters()):
             yield layer
 

@@ -47,3 +47,9 @@ def test_layers_fall_into_thirds_of_the_depth(layers: int, expected: list[int]) 
     assert num_layers([*names, "model.embed_tokens.weight"]) == layers
     assert [groups_of(name, num_layers=layers) for name in names] == [("mlp", THIRDS[third]) for third in expected]
     assert set(GROUPS) == {*KINDS, *THIRDS}
+
+
+@pytest.mark.parametrize("name", ["causal_lm.model.visual.blocks.7.attn.qkv.weight", "visual.merger.norm.weight"])
+def test_a_tower_is_of_no_layer_and_no_kind_of_the_language_model(name: str) -> None:
+    assert groups_of(name, num_layers=2) == ("other",)
+    assert num_layers([name, "model.language_model.layers.1.mlp.up_proj.weight"]) == 2

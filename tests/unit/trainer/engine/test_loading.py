@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
 
 from areal_async.errors import UserError
-from areal_async.trainer.engine.loading import CAUSAL_LM, empty_decoder
+from areal_async.trainer.engine.loading import CAUSAL_LM, CLASSIFIER, empty_decoder
 from areal_async.trainer.engine.parallel.dims import local_shard
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from tests.unit.trainer.counted_memory import count
 from tests.unit.trainer.models import engine_of, save_model
 from tests.unit.trainer.rank_workers import RankWorkers
+from tests.unit.trainer.seeing import SEEING, save_seeing_model
 
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
@@ -140,9 +140,46 @@ def check_memory(by_rank: list[list[dict[str, int]]]) -> None:
         )
 
 
-@pytest.mark.parametrize("family", [Qwen2_5_VLConfig, Qwen3VLConfig])
-def test_a_model_that_sees_is_refused_as_nothing_here_sends_it_images(family: Any, tmp_path: Path) -> None:
-    family().save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", SEEING)
+def test_a_model_that_sees_has_the_numbers_and_names_of_the_folder(
+    family: str, ranks: Ranks, two_ranks: RankWorkers, tmp_path: Path
+) -> None:
+    from safetensors.numpy import load_file
 
-    with pytest.raises(UserError, match=f"as a causal language model: Unrecognized .*{family.__name__}"):
+    folder = save_seeing_model(tmp_path / "model", family)
+    stored = load_file(folder / "model.safetensors")
+
+    for layout in [parameters_of(ranks, folder, [{}])[0], *two_ranks.run(parameters_of, folder, list(LAYOUTS[:3]))[0]]:
+        assert layout.keys() == stored.keys()
+        assert all((layout[name] == one).all() for name, one in stored.items())
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_what_a_model_that_sees_computes_is_as_transformers_computes_it(
+    family: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    folder = save_seeing_model(tmp_path, family)
+    expected = dict(AutoModelForImageTextToText.from_pretrained(folder).named_buffers())
+
+    buffers = dict(engine_of(folder, ranks)._model.decoder.named_buffers())
+
+    assert buffers.keys() == expected.keys()
+    assert all(torch.equal(buffer, expected[name]) for name, buffer in buffers.items())
+
+
+def test_a_model_whose_images_are_not_understood_is_refused_by_name(tmp_path: Path) -> None:
+    from transformers import Qwen2VLConfig
+
+    Qwen2VLConfig().save_pretrained(tmp_path)
+
+    with pytest.raises(UserError, match=r"as a causal language model: Unrecognized .*Qwen2VLConfig"):
         empty_decoder(CAUSAL_LM, tmp_path, stored=torch.float32)
+
+
+def test_a_critic_that_sees_is_refused_by_name(tmp_path: Path) -> None:
+    folder = save_seeing_model(tmp_path, "qwen3_vl")
+
+    with pytest.raises(UserError, match=r"as a decoder with a head of one output: Unrecognized .*Qwen3VLConfig"):
+        empty_decoder(CLASSIFIER, folder, stored=torch.float32)

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from areal_async.trainer.packing.flops import decoder_flops
 from tests.unit.trainer.models import FAMILIES, save_model
+from tests.unit.trainer.seeing import SEEING, save_seeing_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -28,6 +29,21 @@ def test_the_count_of_a_model_is_that_of_its_operations(family: str, tied: bool,
         pairs_above = num_tokens * (num_tokens - 1) // 2
         expected = flops.forward(num_tokens, num_tokens) + flops.per_pair * pairs_above
         assert counter.get_total_flops() == expected
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_of_a_model_that_sees_the_language_model_is_counted(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(
+        save_seeing_model(tmp_path, family), attn_implementation="eager"
+    )
+    flops = decoder_flops(model)
+
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.full((1, 7), 5))
+
+    assert counter.get_total_flops() == flops.forward(7, 7) + flops.per_pair * 21
 
 
 def test_training_costs_three_forward_passes_and_only_scored_tokens_pay_for_the_head(model: Path) -> None:

@@ -20,6 +20,7 @@ def full_row() -> TrainRow:
         temperature=np.linspace(0, 2, length).astype(np.float32),
         ages=np.arange(length, dtype=np.int64),
         turns=np.zeros(length, dtype=np.int16),
+        images=(b"one", b"another"),
         index=7,
     )
 

@@ -1,0 +1,80 @@
+"""What the tokens of packed rows show: the pixels of each image, once for all sequences of a row that show it.
+
+Invariant: where one row of a call has images, all of them do: a row that shows nothing has a blank one, which no token
+shows. So the model's tower runs in all rows, on all ranks, or in none.
+
+Legend: T tokens of a row, I of them showing a part of an image each, N images.
+"""
+
+import functools
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_async.trainer.packing.rows import PackedImages, PackedRow, TrainRow
+from areal_async.vision.pixels import patches
+from areal_async.vision.rows import positions
+from areal_async.vision.spec import Grid, VisionSpec
+
+
+class _Pixels(NamedTuple):
+    """One image as a tower takes it."""
+
+    patches: Tensor
+    grid: Grid
+
+
+def with_images(
+    packed: Sequence[PackedRow], sequences: Sequence[Sequence[TrainRow]], spec: VisionSpec
+) -> list[PackedRow]:
+    """Return the packed rows with what their tokens show. Equal images are read once.
+
+    Args:
+        sequences: of each packed row, in their order; none of an empty one.
+
+    Raises:
+        ValueError: an image is none of this model's, or the tokens say that there are others.
+    """
+
+    @functools.cache
+    def read(png: bytes) -> _Pixels:
+        values = torch.from_numpy(patches(png, spec))
+        return _Pixels(values, spec.grid_of(*struct.unpack(">II", png[16:24])))  # where PNG's first chunk says it
+
+    blank = _blank(spec)
+
+    def images_of(row: PackedRow, own: Sequence[TrainRow]) -> PackedImages:
+        numbers: dict[bytes, int] = {}
+        for png in (png for one in own for png in one.images):
+            numbers.setdefault(png, len(numbers))
+        shown = [read(png) for png in numbers] or [blank]
+        starts = np.cumsum([0, *(spec.num_tokens(one.grid) for one in shown)])
+        position_ids_T = row.position_ids_T.cpu().numpy()
+        # An empty row is text, and so is counted alike in time, height and width.
+        placed = [positions(one.token_ids.tolist(), [read(png).grid for png in one.images], spec)[0] for one in own]
+        position_ids_3T = np.concatenate(placed, axis=1) if own else np.stack([position_ids_T] * 3)
+        order = [numbers[png] for one in own for png in one.images]
+        parts = [np.arange(starts[number], starts[number + 1]) for number in order]
+        is_shown = [one.token_ids == spec.image_token_id for one in own]
+        device = row.token_ids_T.device
+        return PackedImages(
+            patches=[one.patches for one in shown],
+            grids_N3=torch.tensor([one.grid for one in shown], device=device),
+            position_ids_4T=torch.from_numpy(np.concatenate([position_ids_T[None], position_ids_3T])).to(device),
+            at_I=torch.from_numpy(np.flatnonzero(np.concatenate(is_shown or [[]]))).to(device),
+            shown_I=torch.from_numpy(np.concatenate(parts or [np.arange(0)])).to(device),
+        )
+
+    return [replace(row, images=images_of(row, own)) for row, own in zip(packed, sequences, strict=True)]
+
+
+def _blank(spec: VisionSpec) -> _Pixels:
+    """Return the smallest image there is, of the colour that normalization makes 0."""
+    num_patches = spec.merge_size**2
+    values = torch.zeros(num_patches, 3 * spec.temporal_patch_size * spec.patch_size**2)
+    return _Pixels(values, Grid(1, spec.merge_size, spec.merge_size))
