@@ -244,13 +244,13 @@ def _shard(whole: nn.Module, decoder: Any, dims: ParallelDims, trainer: TrainerS
 
 
 def _check_trainable(causal_lm: Any, path: Path) -> None:
-    config = causal_lm.config.get_text_config()
+    config, kind = causal_lm.config.get_text_config(), causal_lm.config.model_type
     if not hasattr(language_model(causal_lm), "layers"):
-        raise UserError(f"model: got {path} of type {config.model_type}, need a decoder with a list of layers")
+        raise UserError(f"model: got {path} of type {kind}, need a decoder with a list of layers")
     scaled = [name for name in HEAD_SCALES if getattr(config, name, None) not in (None, 1)]
     if scaled:
         raise UserError(
-            f"model: got {path} of type {config.model_type} with {scaled[0]}={getattr(config, scaled[0])}, "
+            f"model: got {path} of type {kind} with {scaled[0]}={getattr(config, scaled[0])}, "
             "need a head without scaling, such as Qwen2's, Qwen3's or Llama's"
         )
     check_attention(config, str(path))

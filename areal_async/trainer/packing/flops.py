@@ -38,7 +38,7 @@ class DecoderFlops:
 def language_model(model: Any) -> Any:
     """Return the part of a Hugging Face decoder that has its layers: of one that sees, what is behind its tower."""
     base = model.base_model
-    return getattr(base, "language_model", base)
+    return base.language_model if hasattr(base, "visual") else base
 
 
 def decoder_flops(model: Any) -> DecoderFlops:

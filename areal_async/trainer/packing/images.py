@@ -8,7 +8,7 @@ Legend: T tokens of a row, I of them showing a part of an image each, N images.
 
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -41,36 +41,37 @@ def with_images(
         ValueError: an image is none of this model's, or the tokens say that there are others.
     """
 
-    @functools.cache
-    def read(png: bytes) -> _Pixels:
-        values = torch.from_numpy(patches(png, spec))
-        return _Pixels(values, spec.grid_of(*struct.unpack(">II", png[16:24])))  # where PNG's first chunk says it
+    read = functools.cache(functools.partial(_read, spec=spec))
+    return [replace(row, images=_pack(row, own, read, spec)) for row, own in zip(packed, sequences, strict=True)]
 
-    blank = _blank(spec)
 
-    def images_of(row: PackedRow, own: Sequence[TrainRow]) -> PackedImages:
-        numbers: dict[bytes, int] = {}
-        for png in (png for one in own for png in one.images):
-            numbers.setdefault(png, len(numbers))
-        shown = [read(png) for png in numbers] or [blank]
-        starts = np.cumsum([0, *(spec.num_tokens(one.grid) for one in shown)])
-        position_ids_T = row.position_ids_T.cpu().numpy()
-        # An empty row is text, and so is counted alike in time, height and width.
-        placed = [positions(one.token_ids.tolist(), [read(png).grid for png in one.images], spec)[0] for one in own]
-        position_ids_3T = np.concatenate(placed, axis=1) if own else np.stack([position_ids_T] * 3)
-        order = [numbers[png] for one in own for png in one.images]
-        parts = [np.arange(starts[number], starts[number + 1]) for number in order]
-        is_shown = [one.token_ids == spec.image_token_id for one in own]
-        device = row.token_ids_T.device
-        return PackedImages(
-            patches=[one.patches for one in shown],
-            grids_N3=torch.tensor([one.grid for one in shown], device=device),
-            position_ids_4T=torch.from_numpy(np.concatenate([position_ids_T[None], position_ids_3T])).to(device),
-            at_I=torch.from_numpy(np.flatnonzero(np.concatenate(is_shown or [[]]))).to(device),
-            shown_I=torch.from_numpy(np.concatenate(parts or [np.arange(0)])).to(device),
-        )
+def _read(png: bytes, spec: VisionSpec) -> _Pixels:
+    values = torch.from_numpy(patches(png, spec))
+    return _Pixels(values, spec.grid_of(*struct.unpack(">II", png[16:24])))  # width and height, in a PNG's first chunk
 
-    return [replace(row, images=images_of(row, own)) for row, own in zip(packed, sequences, strict=True)]
+
+def _pack(row: PackedRow, own: Sequence[TrainRow], read: Callable[[bytes], _Pixels], spec: VisionSpec) -> PackedImages:
+    """Return what a packed row of these sequences shows."""
+    numbers: dict[bytes, int] = {}  # of each image among those of the row
+    for png in (png for one in own for png in one.images):
+        numbers.setdefault(png, len(numbers))
+    images = [read(png) for png in numbers] or [_blank(spec)]
+    starts = np.cumsum([0, *(spec.num_tokens(one.grid) for one in images)])
+    order = [numbers[png] for one in own for png in one.images]
+    shown = [np.arange(starts[number], starts[number + 1]) for number in order]
+    is_shown = [one.token_ids == spec.image_token_id for one in own]
+    counted_T = row.position_ids_T.cpu().numpy()
+    placed = [positions(one.token_ids.tolist(), [read(png).grid for png in one.images], spec)[0] for one in own]
+    # An empty row is text: its tokens count alike in time, height and width.
+    placed_3T = np.concatenate(placed, axis=1) if own else np.stack([counted_T] * 3)
+    device = row.token_ids_T.device
+    return PackedImages(
+        patches=[one.patches for one in images],
+        grids_N3=torch.tensor([one.grid for one in images], device=device),
+        position_ids_4T=torch.from_numpy(np.concatenate([counted_T[None], placed_3T])).to(device),
+        at_I=torch.from_numpy(np.flatnonzero(np.concatenate(is_shown or [[]]))).to(device),
+        shown_I=torch.from_numpy(np.concatenate(shown or [np.arange(0)])).to(device),
+    )
 
 
 def _blank(spec: VisionSpec) -> _Pixels:

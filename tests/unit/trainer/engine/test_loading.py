@@ -140,13 +140,14 @@ def check_memory(by_rank: list[list[dict[str, int]]]) -> None:
         )
 
 
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", SEEING)
 def test_a_model_that_sees_has_the_numbers_and_names_of_the_folder(
-    family: str, ranks: Ranks, two_ranks: RankWorkers, tmp_path: Path
+    family: str, tied: bool, ranks: Ranks, two_ranks: RankWorkers, tmp_path: Path
 ) -> None:
     from safetensors.numpy import load_file
 
-    folder = save_seeing_model(tmp_path / "model", family)
+    folder = save_seeing_model(tmp_path / "model", family, tied=tied)
     stored = load_file(folder / "model.safetensors")
 
     for layout in [parameters_of(ranks, folder, [{}])[0], *two_ranks.run(parameters_of, folder, list(LAYOUTS[:3]))[0]]:
@@ -176,6 +177,19 @@ def test_a_model_whose_images_are_not_understood_is_refused_by_name(tmp_path: Pa
 
     with pytest.raises(UserError, match=r"as a causal language model: Unrecognized .*Qwen2VLConfig"):
         empty_decoder(CAUSAL_LM, tmp_path, stored=torch.float32)
+
+
+def test_a_model_that_sees_and_is_taken_for_one_of_text_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """transformers has Gemma 3 among the causal language models; its tower is no part of what is trained here."""
+    from transformers import AutoModelForCausalLM, Gemma3Config
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 32, "pad_token_id": 0}
+    config = Gemma3Config(text_config=text, vision_config={**sizes, "image_size": 28, "patch_size": 14})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+
+    with pytest.raises(UserError, match="of type gemma3, need a decoder with a list of layers"):
+        engine_of(tmp_path, ranks)
 
 
 def test_a_critic_that_sees_is_refused_by_name(tmp_path: Path) -> None:

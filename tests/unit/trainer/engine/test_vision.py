@@ -19,8 +19,10 @@ from tests.unit.trainer.rank_workers import RankWorkers
 from tests.unit.trainer.seeing import (
     SEEING,
     gradients_of,
+    png,
     refusal_of,
     save_seeing_model,
+    seeing_row,
     seeing_rows,
     stored_parameters,
     transformers_gradients,
@@ -91,6 +93,27 @@ def test_a_rank_without_any_image_goes_along_with_one_that_has_some(
     first, _ = two_ranks.run(gradients_of, seeing, shares, {"token_budget": 32, **trainer})
 
     check_gradients(first, transformers_gradients(seeing, rows))
+
+
+@pytest.mark.parametrize("trainer", [{}, {"replicas": 2}])
+def test_two_ranks_without_any_image_leave_the_tower_out(
+    trainer: dict[str, Any], seeing: Path, two_ranks: RankWorkers
+) -> None:
+    rows = [row for row in seeing_rows() if not row.images]
+
+    first, _ = two_ranks.run(gradients_of, seeing, [rows[:1], rows[1:]], {"token_budget": 32, **trainer})
+
+    check_gradients(first, transformers_gradients(seeing, rows))
+
+
+def test_an_image_that_siblings_share_is_encoded_once_in_a_row(seeing: Path, ranks: Ranks) -> None:
+    engine, made = engine_of(seeing, ranks), list[Any]()
+    engine._model.decoder.base_model.visual.register_forward_hook(lambda _, __, output: made.append(output))
+    siblings = [seeing_row([png(0)], index=index) for index in range(4)]
+
+    engine.logprobs(siblings)
+
+    assert [len(one.pooler_output) for one in made] == [6]
 
 
 def test_rows_of_text_alone_leave_the_tower_as_it_is(seeing: Path, ranks: Ranks) -> None:
