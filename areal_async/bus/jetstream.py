@@ -19,6 +19,7 @@ from areal_async.bus.api import Published
 from areal_async.bus.broker_config import credentials_for
 from areal_async.bus.connection import Connection, ConnectionLostError, Received, connect
 from areal_async.bus.dead import decode
+from areal_async.bus.images import Images
 from areal_async.bus.inbox import Delivery, Inbox, settle
 from areal_async.bus.keys import Keys
 from areal_async.bus.log import POLL_S, Follow, Message, StreamReader
@@ -82,6 +83,7 @@ class Bus(Keys):
         super().__init__(StreamReader(connection, operation_deadline_s), names)
         self.connection = connection
         self.role = connection.role
+        self.images = Images(self.api, names)
         self._full_turn = anyio.Lock()
 
     @property

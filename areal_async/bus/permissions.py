@@ -71,21 +71,21 @@ def permissions(role: Role, names: Names) -> Permissions:
             publish += ["$JS.API.>", "$JS.ACK.>", "$JS.FC.>", "$JS.SNAPSHOT.>", "$SRV.>", f"{run}.>", *_buckets(names)]
             subscribe += [f"{run}.>", *_buckets(names), "$JS.EVENT.ADVISORY.>", f"{SERVICES_INBOX}.>"]
         case Role.CONTROLLER:
-            publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.outcomes]
+            publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.all_images, names.outcomes]
             publish += _keys(
                 names, ACCOUNTS, ADMITTED, CHANGES, CONTROL, HOSTS, RUN_STATE, "eval.>", "fleet.>", f"{SERVERS}>"
             )
             publish += _consume(names.eval_stream, names.eval_controller_consumer)
             publish.append(f"$JS.API.CONSUMER.INFO.{names.eval_stream}.{names.eval_nodes_consumer}")
-            publish += _read(names, names.outcomes_stream)
+            publish += _read(names, names.outcomes_stream, names.images_stream)
             publish += _state(names.tickets_stream, names.trajectories_stream, names.eval_stream, names.dead_stream)
             subscribe += [names.log, names.all_metrics, f"{run}.control.>", *_keys(names, CONTROL, CHANGES)]
         case Role.NODE:
-            publish += [f"{run}.trajectories.>", f"{run}.eval.results.>"]
+            publish += [f"{run}.trajectories.>", names.all_images, f"{run}.eval.results.>"]
             publish += _keys(names, f"{SERVERS}>", f"{NODES}>")
             publish += _consume(names.tickets_stream, names.nodes_consumer)
             publish += _consume(names.eval_stream, names.eval_nodes_consumer)
-            publish += _read(names, names.outcomes_stream, names.trajectories_stream)
+            publish += _read(names, names.outcomes_stream, names.trajectories_stream, names.images_stream)
             subscribe += _keys(names, CARD, CHANGES, CONTROL, RUN_STATE, LAUNCHER, "weights.>", "fleet.>", f"{NODES}>")
         case Role.TRAINER:
             publish += [names.cuts, names.outcomes, names.dead_groups, names.weights]
@@ -98,8 +98,14 @@ def permissions(role: Role, names: Names) -> Permissions:
                 "CONSUMER.NAMES.{}",
                 "STREAM.PURGE.{}",
             )
+            publish += _api(names.images_stream, "STREAM.PURGE.{}")
             publish += _read(
-                names, names.outcomes_stream, names.trajectories_stream, names.tickets_stream, names.events_stream
+                names,
+                names.outcomes_stream,
+                names.trajectories_stream,
+                names.images_stream,
+                names.tickets_stream,
+                names.events_stream,
             )
             subscribe += [names.log, names.all_tickets, *_keys(names, CHANGES)]
     return Permissions(tuple(publish), tuple(dict.fromkeys(subscribe)))

@@ -12,9 +12,15 @@ import anyio
 import structlog
 
 from areal_async.bus.api import ApiError, MissingError
+from areal_async.bus.images import CHUNK_BYTES
 from areal_async.bus.jetstream import Bus
 from areal_async.bus.keys import HISTORY, NODES_HISTORY
-from areal_async.config.settings import MAX_PAYLOAD_BYTES, TRAJECTORY_ACK_WAIT_S, Settings
+from areal_async.config.settings import (
+    MAX_PAYLOAD_BYTES,
+    MESSAGE_OVERHEAD_BYTES,
+    TRAJECTORY_ACK_WAIT_S,
+    Settings,
+)
 from areal_async.errors import FencedError, UserError
 from areal_async.protocol.subjects import NODES, SERVERS, Names
 
@@ -70,7 +76,7 @@ async def declare(bus: Bus, settings: Settings) -> None:
     if settings.bus.url == "embedded" and need > settings.bus.max_disk_bytes:
         raise UserError(
             f"bus.max_disk_bytes: got {settings.bus.max_disk_bytes}, need at least {need} for what nodes may fill and "
-            f"{ROOM_BYTES} beside it; raise it, or lower rollout.max_stream_bytes"
+            f"{ROOM_BYTES} beside it; raise it, or lower rollout.max_stream_bytes or rollout.max_image_stream_bytes"
         )
     raised = [config["name"] for config in stream_configs(settings) if await _declare_stream(bus, config)]
     for stream, config in consumer_configs(settings):
@@ -119,6 +125,14 @@ def stream_configs(settings: Settings) -> list[dict[str, Any]]:
             max_bytes=settings.rollout.max_stream_bytes,
             max_msg_size=MAX_PAYLOAD_BYTES,
             allow_atomic=True,
+        ),
+        stream(
+            names.images_stream,
+            "what they look at, until no group needs it",
+            names.all_images,
+            **audit,
+            max_bytes=settings.rollout.max_image_stream_bytes,
+            max_msg_size=CHUNK_BYTES + MESSAGE_OVERHEAD_BYTES,
         ),
         stream(
             names.outcomes_stream,
@@ -251,6 +265,7 @@ def all_streams(names: Names) -> list[str]:
     return [
         names.tickets_stream,
         names.trajectories_stream,
+        names.images_stream,
         names.outcomes_stream,
         names.eval_stream,
         names.dead_stream,
@@ -290,10 +305,13 @@ async def _declare_stream(bus: Bus, config: dict[str, Any]) -> bool:
             f"stream {name}: {key} got {existing.get(key)}, need {config[key]}; "
             "it was made otherwise: use --fresh or another run.name"
         )
-    is_trajectories = name == bus.names.trajectories_stream
-    if is_trajectories and "max_bytes" in different and 0 < config["max_bytes"] < info["state"]["bytes"]:
+    limits = {
+        bus.names.trajectories_stream: "rollout.max_stream_bytes",
+        bus.names.images_stream: "rollout.max_image_stream_bytes",
+    }
+    if name in limits and "max_bytes" in different and 0 < config["max_bytes"] < info["state"]["bytes"]:
         raise UserError(
-            f"rollout.max_stream_bytes: got {config['max_bytes']}, need at least the {info['state']['bytes']} "
+            f"{limits[name]}: got {config['max_bytes']}, need at least the {info['state']['bytes']} "
             f"bytes that {name} holds; raise it"
         )
     if different:
@@ -309,7 +327,8 @@ async def _write_stream(bus: Bus, action: str, config: dict[str, Any]) -> None:
         if exc.err_code == STORAGE_RESERVED:
             raise UserError(
                 f"stream {config['name']}: the broker has no {config['max_bytes']} bytes of disk left; "
-                "lower rollout.max_stream_bytes, raise bus.max_disk_bytes or make room"
+                "lower rollout.max_stream_bytes or rollout.max_image_stream_bytes, raise bus.max_disk_bytes, "
+                "or make room"
             ) from exc
         if exc.err_code in (NO_CLUSTER, NO_PEERS):
             raise UserError(

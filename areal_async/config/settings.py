@@ -43,6 +43,10 @@ MESSAGE_OVERHEAD_BYTES = 64 << 10
 """Subject, headers and record of a message, at the most."""
 MAX_PAYLOAD_BYTES = 9 << 20
 """The broker's limit: one trajectory of ``max_trajectory_bytes`` and its headers must fit."""
+SCARCE_SHARE = 0.8
+"""How full a stream of trajectories or of images is when the trainer begins to make room there."""
+MIN_IMAGE_STREAM_BYTES = 8 << 20
+"""The least that holds a chunk of an image in what ``SCARCE_SHARE`` leaves."""
 MAX_CREDIT_BYTES = 16 << 10
 """Rewards of the single replies of one trajectory, at the most; they travel in headers, which hold 64 KB."""
 CUT_CREDIT_BYTES = 6 << 20
@@ -141,6 +145,9 @@ class RolloutSettings(Section):
     """How long a finished sibling waits for others to travel with."""
     max_stream_bytes: int = Field(default=4 << 30, ge=1 << 20)
     """Disk for trajectories that are not trained yet; when full, producers wait. A group of the largest must fit."""
+    max_image_stream_bytes: int = Field(default=MIN_IMAGE_STREAM_BYTES, ge=MIN_IMAGE_STREAM_BYTES)
+    """Disk for images of groups that are not trained yet; from 80 % of it on, admission waits. The least is for runs
+    without images."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -10,7 +10,7 @@ from areal_async.bus import Bus, StreamState
 from areal_async.bus.api import MissingError
 from areal_async.bus.streams import all_streams
 from areal_async.config.resumed import EMBEDDED
-from areal_async.config.settings import Settings
+from areal_async.config.settings import MIN_IMAGE_STREAM_BYTES, Settings
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Notify
@@ -32,7 +32,7 @@ async def find_lost(bus: Bus, directory: RunDirectory, settings: Settings, *, no
     has_admitted = bool(counts[told_by]) or _has_trained(directory)
     if not has_admitted and not counts[f"KV_{names.bucket}"] and not counts[names.outcomes_stream]:
         return  # not even declared to the end, perhaps
-    vital, others = _vital(names), _others(names)
+    vital, others = _vital(names), _others(settings)
     never_empty = (f"KV_{names.bucket}", names.outcomes_stream) if has_admitted else ()
     lost = [
         stream
@@ -67,9 +67,12 @@ def _vital(names: Names) -> dict[str, str]:
     }
 
 
-def _others(names: Names) -> dict[str, str]:
+def _others(settings: Settings) -> dict[str, str]:
     """Return the streams that a run goes on without, each with what is gone."""
-    return {
+    names = settings.names
+    has_images = settings.rollout.max_image_stream_bytes > MIN_IMAGE_STREAM_BYTES  # others may be older than the stream
+    images = {names.images_stream: "the groups under way whose images it held fail, and are tried again"}
+    return (images if has_images else {}) | {
         names.eval_stream: "an evaluation that was under way is asked again",
         names.dead_stream: "the prompts that failed every attempt so far, and what could not be read, are not listed",
         names.events_stream: "what has happened so far is not told",

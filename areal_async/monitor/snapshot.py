@@ -16,6 +16,7 @@ from areal_async.config.live import held_changes
 from areal_async.config.settings import Settings
 from areal_async.errors import BusError, UnreachableError, WireError, leaves_of
 from areal_async.inference.pool import STARTING
+from areal_async.launch.lost import state_of as state_of_stream
 from areal_async.launch.run import EMBEDDED, read_settings_of, visit
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.monitor.durations import duration_text, seconds_since
@@ -180,11 +181,13 @@ async def read_snapshot(
         streams = {
             "tickets": names.tickets_stream,
             "trajectories": names.trajectories_stream,
+            "images": names.images_stream,
             "dead": names.dead_stream,
         }
         for what, stream in streams.items():
-            state = await bus.stream_state(stream)
-            queue[what] = {"num_messages": state.num_messages, "num_bytes": state.num_bytes}
+            state = await state_of_stream(bus, stream)
+            if state is not None:  # that of images is not there in a run of an earlier version
+                queue[what] = {"num_messages": state.num_messages, "num_bytes": state.num_bytes}
 
     async def ask_events() -> None:
         if num_events:

@@ -44,6 +44,8 @@ class Names:
         self.dead_stream: Final = f"AREAL_{run}_DEAD"
         self.events_stream: Final = f"AREAL_{run}_EVENTS"
         """What has happened, as the roles and the broker tell it."""
+        self.images_stream: Final = f"AREAL_{run}_IMAGES"
+        """What groups look at, by group and hash."""
         self.bucket: Final = f"AREAL_{run}"
         """The key-value bucket with the run's state."""
         self.nodes_bucket: Final = f"AREAL_{run}_NODES"
@@ -51,6 +53,7 @@ class Names:
 
         # subjects of streams
         self.all_trajectories: Final = f"areal.{run}.trajectories.>"
+        self.all_images: Final = f"areal.{run}.images.*.*"
         self.outcomes: Final = f"areal.{run}.outcomes"
         self.cuts: Final = f"areal.{run}.cuts"
         self.log: Final = f"areal.{run}.*"
@@ -86,6 +89,10 @@ class Names:
 
     def trajectories(self, workflow: str, group_id: str) -> str:
         return f"areal.{self.run}.trajectories.{_token(workflow)}.{_token(group_id)}"
+
+    def images(self, group_id: str, sha256: str) -> str:
+        """One image of one group; ``*`` for all of the group's."""
+        return f"areal.{self.run}.images.{_token(group_id)}.{sha256 if sha256 == '*' else _token(sha256)}"
 
     def eval_tickets(self, workflow: str) -> str:
         return f"areal.{self.run}.eval.tickets.{_token(workflow)}"

@@ -1,18 +1,25 @@
 """What the tests of trainer and controller put on the bus in the place of a node."""
 
+import hashlib
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
 from areal_async.bus import Bus
-from areal_async.protocol.types import Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
+from areal_async.protocol.types import ImageRef, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
 from areal_async.protocol.wire import BYTES_PER_TOKEN, encode_message
 
 WORKFLOW = "w"
 
 
 def trajectory(
-    group_id: str, sibling: int, *, version: str = "1-0", failed: str = "", producer: str = "a"
+    group_id: str,
+    sibling: int,
+    *,
+    version: str = "1-0",
+    failed: str = "",
+    producer: str = "a",
+    images: list[ImageRef] | None = None,
 ) -> Trajectory:
     """A trajectory of three tokens, two of them sampled; the reward is the sibling's number."""
     packed = Version.parse(version).pack()
@@ -21,6 +28,7 @@ def trajectory(
         loss_mask=np.array([False, True, True]),
         logprobs=np.array([0, -0.5, -0.25], dtype=np.float32),
         versions=np.array([-1, packed, packed], dtype=np.int64),
+        images=images,
     )
     slot = Slot(
         sibling=sibling,
@@ -34,6 +42,11 @@ def trajectory(
         newest=version,
     )
     return Trajectory(slot=slot, sequences=[] if failed else [sequence])
+
+
+def ref_of(data: bytes) -> ImageRef:
+    """The name of an image whose file is ``data``."""
+    return ImageRef(sha256=hashlib.sha256(data).hexdigest(), num_bytes=len(data), width=8, height=8)
 
 
 def giant(group_id: str, sibling: int, *, num_bytes: int, version: str = "1-0") -> Trajectory:

@@ -10,6 +10,7 @@ import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
 from areal_async.bus.api import JetStreamApi
+from areal_async.bus.images import CHUNK_BYTES
 from areal_async.bus.streams import all_streams
 from areal_async.config.settings import BusSettings, RunSettings, Settings
 from areal_async.doctor.preflight.broker import check_broker
@@ -19,12 +20,14 @@ from areal_async.protocol.subjects import ADMITTED, Names
 from areal_async.protocol.types import Admitted, Cut, CutKind, Outcome, OutcomeKind
 from areal_async.trainer.batch.lineage import Lineage
 from tests.brokers import PATIENCE_S, running_broker, until
+from tests.bus.stored import ref_of
 from tests.clusters import NUM_SERVERS, Cluster, running_cluster
 
 pytestmark = pytest.mark.anyio
 
 QUICK_S = 0.2
 NUM_READS = 20
+PICTURE = bytes(CHUNK_BYTES + 1)
 
 
 @pytest.fixture
@@ -106,6 +109,54 @@ async def test_what_a_follower_does_not_know_yet_is_asked_of_the_leader(
         assert await _answers_stale(readers[0], f"KV_{names.bucket}", f"$KV.{names.bucket}.{ADMITTED}")
         for bus, (read, expected) in zip(readers, reads.items(), strict=True):
             assert await read(bus) == expected
+
+
+async def test_of_an_image_a_follower_has_half_the_rest_is_asked_of_the_leader(
+    cluster: Cluster, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.bus.api.CLUSTER_TRY_S", QUICK_S)
+    names, group_id = settings.names, "0-0-0"
+    ref = ref_of(PICTURE)
+    async with cluster.connected(Role.OPERATOR) as operator:
+        await declare(operator, settings)
+        leader = await cluster.leader_of(operator, names.images_stream)
+        behind = (leader + 1) % NUM_SERVERS
+
+    async with AsyncExitStack() as stack:
+        writer = await stack.enter_async_context(cluster.connected(Role.NODE, at=leader))
+        reader = await stack.enter_async_context(cluster.connected(Role.TRAINER, at=behind))
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr("areal_async.bus.images.failpoint", _end_here)
+            with pytest.raises(InterruptedError):
+                await writer.images.put(group_id, ref, PICTURE)
+        await until(lambda: _has(reader, names.images_stream, sequence=1))
+        stack.enter_context(cluster.cut_off(behind))
+        await writer.images.put(group_id, ref, PICTURE)
+
+        await until(lambda: _has_not(reader, names.images_stream, sequence=2))
+        assert await reader.images.get(group_id, ref) == PICTURE
+
+
+def _end_here(point: str) -> None:
+    raise InterruptedError(point)
+
+
+async def _has(bus: Bus, stream: str, *, sequence: int) -> bool:
+    """Say whether anybody gives a message."""
+    return await _status(bus, stream, sequence) is None
+
+
+async def _has_not(bus: Bus, stream: str, *, sequence: int) -> bool:
+    """Say whether anybody knows nothing of a message."""
+    return await _status(bus, stream, sequence) == "404"
+
+
+async def _status(bus: Bus, stream: str, sequence: int) -> str | None:
+    try:
+        body = b'{"seq": %d}' % sequence
+        return (await bus.connection.request(f"$JS.API.DIRECT.GET.{stream}", body, deadline_s=QUICK_S)).status
+    except BusError:
+        return "no answer"
 
 
 async def test_a_follower_that_is_behind_is_not_believed(cluster: Cluster, settings: Settings) -> None:

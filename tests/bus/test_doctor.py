@@ -32,7 +32,7 @@ from areal_async.protocol.wire import decode_headers
 from areal_async.rollout.backpressure import Backpressure
 from areal_async.rollout.publish import Outbox
 from tests.brokers import OpenRole
-from tests.bus.stored import ticket, trajectory
+from tests.bus.stored import ref_of, ticket, trajectory
 
 pytestmark = pytest.mark.anyio
 
@@ -64,14 +64,16 @@ def settings_in(tmp_path: Path) -> Settings:
     )
 
 
-async def produce(bus: Bus, receipts: PublishLog, group_id: str, *, siblings: tuple[int, ...] = (0, 1)) -> None:
+async def produce(
+    bus: Bus, receipts: PublishLog, group_id: str, *, siblings: tuple[int, ...] = (0, 1), image: bytes = b""
+) -> None:
     """Store slots of a group in one message, as a node does."""
     outbox = Outbox(
         bus, ticket(group_id, group_size=2), producer="n.ab", num_expected=len(siblings), linger_s=10.0,
         backpressure=Backpressure(), publish_log=receipts,
     )  # fmt: skip
     for sibling in siblings:
-        outbox.put(trajectory(group_id, sibling))
+        outbox.put(trajectory(group_id, sibling, images=[ref_of(image)] if image else None))
     await outbox.run()
 
 
@@ -315,6 +317,29 @@ async def test_a_payload_that_differs_from_what_its_producer_noted_is_lost(
 
     assert ids(diagnosis, "P1", ViolationKind.LOST) == ["0-0-0.0.a", "0-0-0.1.a"]
     assert "its producer noted" in ruling(diagnosis, "P1").findings[0].text
+
+
+async def test_a_trajectory_whose_image_is_gone_is_lost(
+    broker: EmbeddedBroker, open_role: OpenRole, settings: Settings
+) -> None:
+    node, operator = await open_role(Role.NODE), await open_role(Role.OPERATOR)
+    receipts = PublishLog(settings.run_directory, "n")
+    for group_id in ("0-0-0", "0-1-0"):
+        await node.images.put(group_id, ref_of(b"image"), b"image")
+        await produce(node, receipts, group_id, image=b"image")
+    before = await examine(settings, settings.run_directory, broker.url)
+
+    await operator.api.ask(
+        f"$JS.API.STREAM.PURGE.{operator.names.images_stream}", {"filter": operator.names.images("0-1-0", "*")}
+    )
+
+    assert ruling(before, "P1").verdict is PromiseVerdict.PROVED
+    after = await examine(settings, settings.run_directory, broker.url)
+    assert ids(after, "P1", ViolationKind.LOST) == ["0-1-0.0.a", "0-1-0.1.a"]
+    assert "of group 0-1-0: got 0 bytes, need 5" in ruling(after, "P1").findings[0].text
+    await operator.api.ask(f"$JS.API.STREAM.DELETE.{operator.names.images_stream}")
+    without = await examine(settings, settings.run_directory, broker.url)
+    assert len(ids(without, "P1", ViolationKind.LOST)) == 4
 
 
 async def test_an_entry_of_the_log_that_cannot_be_read_is_told_of_and_left_where_it_is(

@@ -79,7 +79,9 @@ async def flood(thief: Bus, subject: str, *sizes: int) -> None:
 
 async def flood_all(thief: Bus) -> None:
     """Fill whatever a node may write to."""
-    for subject in ("areal.test.trajectories.w.*", "areal.test.eval.results.*", RUN.undecodable):
+    for subject in (
+        "areal.test.trajectories.w.*", "areal.test.images.w.*", "areal.test.eval.results.*", RUN.undecodable,
+    ):  # fmt: skip
         await flood(thief, subject)
     for keys in ("server.*", "node.x.*"):
         await flood(thief, f"$KV.{RUN.nodes_bucket}.{keys}", MAX_NODES_VALUE_BYTES // 2)

@@ -49,6 +49,7 @@ CONSUMERS = {
 READERS = {
     "tickets": (TRAINER,),
     "trajectories": (NODE, TRAINER),
+    "images": (CONTROLLER, NODE, TRAINER),
     "outcomes": (CONTROLLER, NODE, TRAINER),
     "events": (TRAINER,),
     **dict.fromkeys(BUCKETS.values(), (CONTROLLER, NODE, TRAINER)),
@@ -70,6 +71,7 @@ ACTIONS: dict[str, Action] = {
     "admit a group": _only(RUN.tickets("w"), CONTROLLER, OPERATOR),
     "ask an evaluation": _only(RUN.eval_tickets("w"), CONTROLLER, OPERATOR),
     "forge a trajectory": _only(RUN.trajectories("w", "0-0-0"), NODE, OPERATOR),
+    "forge an image": _only(RUN.images("0-0-0", "0" * 64), CONTROLLER, NODE, OPERATOR),
     "forge an evaluation's result": _only(RUN.eval_results("w"), NODE, OPERATOR),
     "forge an outcome": _only(RUN.outcomes, CONTROLLER, TRAINER, OPERATOR),
     "forge a cut": _only(RUN.cuts, TRAINER, OPERATOR),
@@ -100,6 +102,7 @@ ACTIONS: dict[str, Action] = {
     "speak for a server among the run's keys": _only(f"{KEY}.{RUN.server_key('s0')}", OPERATOR),
     "read the tickets": _only(f"$JS.API.DIRECT.GET.{RUN.tickets_stream}", TRAINER, OPERATOR),
     "read the trajectories": _only(f"$JS.API.DIRECT.GET.{RUN.trajectories_stream}", NODE, TRAINER, OPERATOR),
+    "read the images": _only(f"$JS.API.DIRECT.GET.{RUN.images_stream}", CONTROLLER, NODE, TRAINER, OPERATOR),
     "read evaluations": _only(f"$JS.API.DIRECT.GET.{RUN.eval_stream}", OPERATOR),
     "read events": _only(f"$JS.API.DIRECT.GET.{RUN.events_stream}", TRAINER, OPERATOR),
     "read dead letters": _only(f"$JS.API.DIRECT.GET.{RUN.dead_stream}", OPERATOR),
@@ -120,7 +123,7 @@ ACTIONS: dict[str, Action] = {
         f"{verb.lower()} of {name}": _only(
             f"$JS.API.STREAM.{verb}.{stream}",
             OPERATOR,
-            *([TRAINER] if (name, verb) == ("trajectories", "PURGE") else []),
+            *([TRAINER] if name in ("trajectories", "images") and verb == "PURGE" else []),
             *(READERS.get(name, ()) if verb == "MSG.GET" else ()),
         )
         for name, stream in STREAMS.items()
@@ -186,9 +189,11 @@ def test_the_table_forbids_what_it_should() -> None:
         FORBIDDEN
     )
     assert {what for role, what in FORBIDDEN if role is TRAINER and what.startswith("purge of")} == {
-        f"purge of {name}" for name in STREAMS if name != "trajectories"
+        f"purge of {name}" for name in STREAMS if name not in ("trajectories", "images")
     }
-    assert {(NODE, "purge of trajectories"), (CONTROLLER, "purge of trajectories")} <= set(FORBIDDEN)
+    for name in ("trajectories", "images"):
+        assert {(NODE, f"purge of {name}"), (CONTROLLER, f"purge of {name}")} <= set(FORBIDDEN)
+    assert (TRAINER, "forge an image") in FORBIDDEN
 
 
 async def test_what_the_broker_writes_for_somebody_is_not_believed(open_role: OpenRole) -> None:

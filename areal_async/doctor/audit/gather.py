@@ -15,13 +15,13 @@ from areal_async.bus import Bus, Message
 from areal_async.doctor.audit.files import read_archive, read_ledger
 from areal_async.doctor.audit.run_record import Rules, RunRecord, StoredSlot
 from areal_async.doctor.audit.versions import find_faults
-from areal_async.errors import WireError
+from areal_async.errors import ImageError, WireError
 from areal_async.launch.lost import state_of
 from areal_async.process.json_lines import read_json_lines
 from areal_async.protocol.publish_log import Receipt, decode_stamp, read_receipts
 from areal_async.protocol.run_state import RunState
 from areal_async.protocol.subjects import ADMITTED, RUN_STATE
-from areal_async.protocol.types import Admitted, Cut, Outcome, Record, Slot, SlotStatus, StoredMessage, Ticket
+from areal_async.protocol.types import Admitted, Cut, ImageRef, Outcome, Record, Slot, SlotStatus, StoredMessage, Ticket
 from areal_async.protocol.wire import decode, decode_headers, decode_trajectory
 from areal_async.trainer.engine.digests import find_damage, set_aside_in
 
@@ -62,6 +62,8 @@ class _Reader:
         self._bus = bus
         self._evidence = evidence
         self._absent: set[str] = set()
+        self._image_damage: dict[tuple[str, ImageRef], str] = {}
+        """What is wrong with the images that were looked at, each once for its group; empty for nothing."""
 
     async def check_streams(self) -> None:
         """Find out which streams there are: one whose files are destroyed is not there at all."""
@@ -73,6 +75,8 @@ class _Reader:
             if await state_of(self._bus, stream) is None:
                 self._absent.add(stream)
                 self._evidence.absent_streams.append(f"stream {stream}: the broker does not have it")
+        if await state_of(self._bus, names.images_stream) is None:  # as in runs of earlier versions
+            self._absent.add(names.images_stream)
 
     async def get(self, key: str, kind: type[R]) -> R | None:
         """Return the record under a key of the run; None where there is none, or no bucket."""
@@ -103,7 +107,7 @@ class _Reader:
         }
         num_read = 0
         async for message in self._bus.find_messages(stream, ">"):
-            self._add(message, receipts)
+            await self._add(message, receipts)
             num_read += 1
         num_counted = (await self._bus.stream_state(stream)).num_messages
         if not self._evidence.is_live and num_counted != num_read:
@@ -111,7 +115,7 @@ class _Reader:
                 f"stream {stream}: the broker counts {num_counted} messages, and {num_read} can be read"
             )
 
-    def _add(self, message: Message, receipts: Mapping[tuple[str, int], Receipt]) -> None:
+    async def _add(self, message: Message, receipts: Mapping[tuple[str, int], Receipt]) -> None:
         try:
             stored = decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
             stamp = decode_stamp(message.headers)
@@ -121,9 +125,40 @@ class _Reader:
         if stamp is not None:
             self._evidence.stamps.append(stamp)
         receipt = receipts.get((stamp.producer, stamp.number)) if stamp else None
-        self._evidence.stored += [
-            _stored_slot(message.data, stored, slot, _damage(slot, receipt)) for slot in stored.slots
-        ]
+        for slot in stored.slots:
+            self._evidence.stored.append(await self._stored_slot(message.data, stored, slot, _damage(slot, receipt)))
+
+    async def _stored_slot(self, payload: bytes, stored: StoredMessage, slot: Slot, damage: str) -> StoredSlot:
+        faults: tuple[str, ...] = ()
+        try:
+            trajectory = decode_trajectory(payload, slot)
+        except WireError as exc:
+            damage = damage or str(exc)
+        else:
+            if slot.status is SlotStatus.SCORED:
+                faults = find_faults(trajectory.sequences, oldest=slot.oldest, newest=slot.newest)
+            images = {image for sequence in trajectory.sequences for image in sequence.images or ()}
+            for image in sorted(images, key=lambda one: one.sha256):
+                damage = damage or await self._damage_of(stored.group_id, image)
+        return StoredSlot(
+            group_id=stored.group_id,
+            sibling=slot.sibling,
+            sample_uid=slot.sample_uid,
+            damage=damage,
+            token_faults=faults,
+        )
+
+    async def _damage_of(self, group_id: str, image: ImageRef) -> str:
+        """Return what is wrong with a stored image that a trajectory looks at; empty for nothing."""
+        if self._bus.names.images_stream in self._absent:
+            return f"image {image.sha256}: the broker does not have stream {self._bus.names.images_stream}"
+        if (group_id, image) not in self._image_damage:
+            self._image_damage[group_id, image] = ""
+            try:
+                await self._bus.images.get(group_id, image)
+            except ImageError as exc:
+                self._image_damage[group_id, image] = str(exc)
+        return self._image_damage[group_id, image]
 
     async def _messages(self, stream: str, subject: str) -> list[Message]:
         return [] if stream in self._absent else await self._bus.read_log(stream, subject)
@@ -151,21 +186,3 @@ def _damage(slot: Slot, receipt: Receipt | None) -> str:
                 return ""
             return f"its header has checksum {slot.crc32}, its producer noted {noted.crc32}"
     return f"message {receipt.number} of its producer did not hold it"
-
-
-def _stored_slot(payload: bytes, stored: StoredMessage, slot: Slot, damage: str) -> StoredSlot:
-    faults: tuple[str, ...] = ()
-    try:
-        trajectory = decode_trajectory(payload, slot)
-    except WireError as exc:
-        damage = damage or str(exc)
-    else:
-        if slot.status is SlotStatus.SCORED:
-            faults = find_faults(trajectory.sequences, oldest=slot.oldest, newest=slot.newest)
-    return StoredSlot(
-        group_id=stored.group_id,
-        sibling=slot.sibling,
-        sample_uid=slot.sample_uid,
-        damage=damage,
-        token_faults=faults,
-    )

@@ -60,7 +60,7 @@ def _room(account: dict[str, Any], settings: Settings) -> PreflightFinding:
         saw = f"the account has no limit of its own; the run's streams take {gigabytes(wanted)}"
         return good("broker's storage", saw)
     saw = f"{gigabytes(max(limit - used, 0))} left to this account, the run's streams want {gigabytes(wanted)}"
-    cure = "raise the account's limit, or lower rollout.max_stream_bytes"
+    cure = "raise the account's limit, or lower rollout.max_stream_bytes or rollout.max_image_stream_bytes"
     return good_if(limit - used >= wanted, "broker's storage", saw, cure, otherwise=error)
 
 

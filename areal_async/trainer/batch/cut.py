@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from areal_async.algorithms.credit import has_differing_replies, sibling_of
+from areal_async.config.settings import SCARCE_SHARE
 from areal_async.protocol.staleness import age_at
 from areal_async.protocol.types import Cut, CutGroup, CutSlot, OutcomeKind, Slot, SlotStatus, StoredMessage, Version
 
 SpanAge = Callable[[Version, Version], int]
 """Greatest age, in the step that is being cut, of a token sampled between two versions."""
-SCARCE_SHARE = 0.8
-"""Part of the stream's bytes beyond which a checkpoint is made early, so that acks free the stream."""
 
 
 @dataclass(kw_only=True, slots=True)
