@@ -10,12 +10,12 @@ What is read is held against the hash that the slot names. Half an image, anothe
 A purge asks nobody. So what is purged are groups that are over: their outcomes are in the log and what is theirs of the
 trajectories is gone, before ``is_newest`` says that no newer lineage has begun. One that begins later finds their
 outcomes, and has no use for their images either, however late the purge comes. What is stored for a group after
-its purge is an orphan, and is swept when the next lineage begins.
+its purge is an orphan, and goes at the next sweep, which lists what is stored and keeps the groups that are live.
 """
 
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Container, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
@@ -100,15 +100,15 @@ class Images:
         for group_id in gone:
             await self._purge(self._names.images(group_id, "*"))
 
-    async def sweep(self, live: Container[str], *, is_newest: Callable[[], Awaitable[bool]]) -> list[str]:
-        """Remove the images of every group but those in ``live``, and return the groups; at the begin of a lineage.
+    async def sweep(self, is_live: Callable[[str], bool], *, is_newest: Callable[[], Awaitable[bool]]) -> list[str]:
+        """Remove the images of every group that is not live, and return these groups.
 
         Args:
-            live: tells the groups that may still need their images. One is to be told from before its first image is
-                stored: images come before the ticket that names them, so who has no ticket and no outcome is live.
+            is_live: says whether a group may still need its images. It does from before the first is stored, and that
+                is before its ticket is: who has neither a ticket nor an outcome is live.
             is_newest: says whether no newer lineage has begun.
         """
-        orphans = [group_id for group_id in await self.groups() if group_id not in live]
+        orphans = [group_id for group_id in await self.groups() if not is_live(group_id)]
         await self.purge(orphans, is_newest=is_newest)
         return orphans
 

@@ -187,6 +187,7 @@ async def _start_feed(loops: TaskGroup, feed: BatchFeed, trainer: Trainer) -> No
     """Start what rank 0 alone does; orders that were given before are known, and signals heard, when it returns."""
     loops.start_soon(feed.run_inbox)
     loops.start_soon(feed.run_tickets)
+    loops.start_soon(feed.run_images)
     await loops.start(feed.run_changes)
     await loops.start(_run_signals, trainer)
 

@@ -15,7 +15,7 @@ from areal_async.bus import Bus, EmbeddedBroker, Role, take_trainer_consumer
 from areal_async.bus.connection import Received
 from areal_async.bus.inbox import Inbox
 from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.errors import FencedError, WireError
+from areal_async.errors import FencedError, StreamFullError, WireError
 from areal_async.protocol import wire
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.run_state import Change, Changes
@@ -24,6 +24,7 @@ from areal_async.protocol.types import (
     CheckpointRecord,
     Cut,
     CutKind,
+    ImageRef,
     LineageRecord,
     Outcome,
     OutcomeKind,
@@ -40,7 +41,7 @@ from areal_async.trainer.batch.payloads import fetch, slots_of
 from areal_async.trainer.batch.reader import JournalReader
 from areal_async.trainer.shards import build_rows
 from tests.brokers import PATIENCE_S, OpenRole, until
-from tests.bus.stored import WORKFLOW, store, ticket
+from tests.bus.stored import WORKFLOW, ref_of, store, ticket
 
 pytestmark = pytest.mark.anyio
 
@@ -105,6 +106,7 @@ async def running(bus: Bus, settings: Settings, *, first_step: int = 1) -> Async
         await reader.read_through(sequence)
         loops.start_soon(own_feed.run_inbox)
         loops.start_soon(own_feed.run_tickets)
+        loops.start_soon(own_feed.run_images)
         loops.start_soon(own_feed.run_journal, first_step)
         yield Station(bus, lineage, own_feed, reader)
         loops.cancel_scope.cancel()
@@ -618,3 +620,99 @@ async def test_mask_goes_on_without_the_straggler_and_trains_what_of_it_is_fresh
             temperature=1.0,
         )
         assert (stats.num_tokens, stats.num_masked, stats.max) == (6, 2, 0)
+
+
+MB = 1 << 20
+
+
+async def put_image(node: Bus, group_id: str, num_bytes: int) -> ImageRef:
+    """Store one image for a group, of bytes that no other group's has."""
+    data = group_id.encode().ljust(num_bytes, b".")
+    await node.images.put(group_id, ref_of(data), data)
+    return ref_of(data)
+
+
+async def test_images_stay_until_the_checkpoint_that_contains_their_group_and_no_longer(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    async with running(trainer, settings) as station:
+        station.feed.allow(1)
+        refs = {group_id: await put_image(node, group_id, 9) for group_id in ("0-0-0", "0-1-0", "0-2-0")}
+        for group_id in ("0-0-0", "0-1-0"):
+            await store(node, group_id, [0, 1], group_size=2)
+        await station.cut(1)
+        await station.feed._images.sweep()
+        assert await trainer.images.groups() == list(refs)
+
+        await station.feed.on_checkpoint(1)
+
+        await until(lambda: has_images(trainer, "0-2-0"))
+        await station.feed.settle(["0-2-0"], OutcomeKind.FAILED, reason="for a reason", step=1)
+        await until(lambda: has_images(trainer))
+
+
+async def has_images(bus: Bus, *group_ids: str) -> bool:
+    return await bus.images.groups() == list(group_ids)
+
+
+async def test_images_that_came_after_their_groups_end_go_with_the_next_lineage(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, first, second = await open_role(Role.NODE), await open_role(Role.TRAINER), await open_role(Role.TRAINER, "1")
+    async with running(first, settings) as old:
+        await old.feed.settle(["0-0-0"], OutcomeKind.FAILED, reason="for a reason", step=1)
+    for group_id in ("0-0-0", "0-0-1"):
+        await put_image(node, group_id, 9)
+
+    async with running(second, settings):
+        await until(lambda: has_images(second, "0-0-1"))
+
+
+async def test_where_images_take_four_fifths_of_their_stream_a_checkpoint_is_asked_for_and_the_batch_cut_short(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    async with running(trainer, settings) as station:
+        station.feed.allow(2)
+        for group_id in ("0-0-0", "0-1-0"):
+            await put_image(node, group_id, 3 * MB)
+            await store(node, group_id, [0, 1], group_size=2)
+        await station.cut(1)
+
+        await put_image(node, "0-2-0", MB)
+        await store(node, "0-2-0", [0, 1], group_size=2, version="1-1")
+
+        with anyio.fail_after(PATIENCE_S):
+            asked = await station.reader.next_entry(2, is_checkpointed=False)
+        assert asked is not None
+        assert (asked.kind, asked.step) == (CutKind.CHECKPOINT, 1)
+        assert not await node.images.has_room_to_admit()
+        await station.feed.on_checkpoint(1)
+        await until(node.images.has_room_to_admit)
+        await put_image(node, "0-2-0", 6 * MB)
+        assert [group.group_id for group in (await station.cut(2)).groups] == ["0-2-0"]
+
+
+async def test_a_stream_full_of_images_gives_up_the_youngest_group_also_one_without_a_slot(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    """Its siblings wait for room to store what a tool has shown them, so there is none whose slot is stored."""
+    controller, node, trainer = [await open_role(role) for role in (Role.CONTROLLER, Role.NODE, Role.TRAINER)]
+    async with running(trainer, settings) as station:
+        station.feed.allow(1)
+        for index in range(3):
+            group_id = f"0-{index}-0"
+            await controller.publish(controller.names.tickets("w"), ticket(group_id, group_size=2), msg_id=group_id)
+            await until(lambda name=group_id: name in station.feed.planner.open)  # type: ignore[misc]
+            await put_image(node, group_id, 2 * MB)
+        with pytest.raises(StreamFullError):
+            await put_image(node, "0-0-0", 3 * MB)
+
+        (outcome,) = await station.outcomes(1)
+
+        assert (outcome.group_id, outcome.kind) == ("0-2-0", OutcomeKind.ABANDONED)
+        assert outcome.reason == "the stream was full, and this was its youngest incomplete group"
+        await until(lambda: has_images(trainer, "0-0-0", "0-1-0"))
+        await put_image(node, "0-0-0", 3 * MB)
+        assert len(await station.outcomes(1)) == 1

@@ -2,6 +2,8 @@
 
 ``run_inbox``    consumes trajectory headers; produces open groups; unblocked by nodes that store slots
 ``run_tickets``  consumes tickets (read, never leased); produces open groups that have no slot yet
+``run_images``   consumes the list of stored images; removes those of groups that are over; unblocked by ``settle``,
+                 ``on_checkpoint`` and time
 ``run_journal``  waits for due groups and for a full batch; produces one journal entry per step; unblocked
                  by the two above, by its own deadlines, and by ``allow`` (no further ahead than staleness admits)
 
@@ -31,6 +33,7 @@ from areal_async.protocol.types import Cut, GroupId, Outcome, OutcomeKind, Store
 from areal_async.protocol.wire import decode_headers
 from areal_async.telemetry import spans, wait_graph
 from areal_async.trainer.batch.cut import Decision, RetryLater, Settle, StreamRoom
+from areal_async.trainer.batch.image_sweep import ImageSweep
 from areal_async.trainer.batch.limits import TrainingLimits
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.planner import BatchPlanner
@@ -52,6 +55,7 @@ class BatchFeed:
         self.lineage = lineage
         self.planner: BatchPlanner[Delivery] = BatchPlanner(settings, journal, lineage=lineage.number)
         self._sweep = bus.sweep(bus.names.trajectories_stream, is_newest=lineage.is_newest)
+        self._images = ImageSweep(bus, is_over=self.planner.is_over, is_newest=lineage.is_newest)
         self._limits = TrainingLimits(settings)
         self._caught_up = {"inbox": anyio.Event(), "tickets": anyio.Event()}
         self._changed = Bell()
@@ -97,17 +101,20 @@ class BatchFeed:
         ids = list(group_ids)
         await self._record(self.planner.of_untrained(ids, kind, reason=reason, step=step))
         await self._sweep.settle(self.planner.release(ids))
+        self._images.notify()
 
     async def on_checkpoint(self, step: int) -> None:
         """Record and remove what the checkpoint of ``step`` contains: on disk, and the newest by the bucket."""
         await self._record(self.planner.of_checkpoint(step))
         failpoint("trainer.before_acks")
         await self._sweep.settle(self.planner.release_cuts(step))
+        self._images.notify()
         failpoint("trainer.after_acks")
 
     async def make_room(self) -> None:
         """Remove every settled message now, also where that takes an ack for each."""
         await self._sweep.flush()
+        self.planner.image_room = await self._images.sweep()
 
     # its loops
 
@@ -159,6 +166,16 @@ class BatchFeed:
             if await self._add_ticket(message):
                 self.notify()
 
+    async def run_images(self) -> None:
+        """Remove the images of groups that are over, and see how full their stream is, until cancelled."""
+
+        def on_room(room: StreamRoom) -> None:
+            if room is not self.planner.image_room:
+                self.planner.image_room = room
+                self.notify()
+
+        await self._images.run(on_room)
+
     async def run_journal(self, first_step: int) -> None:
         """Write the journal from ``first_step`` to the last step, or until ``stop``."""
         for reader in self._caught_up.values():
@@ -168,7 +185,7 @@ class BatchFeed:
         with wait_graph.PollingWaits() as waiting:
             while not planner.has_ended:
                 num_seen = self._changed.num_rings
-                if self._room is not StreamRoom.AMPLE:
+                if min(self._room, self.planner.image_room) is not StreamRoom.AMPLE:
                     await self.make_room()
                 async with self._deciding:
                     decision = planner.decide(now=self.clock.time(), room=self._room)

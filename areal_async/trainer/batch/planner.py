@@ -75,6 +75,8 @@ class BatchPlanner(Generic[D]):
         self.is_stopping = False
         """Cut nothing more: the journal's next entry ends the lineage."""
         self.has_ended = False
+        self.image_room = StreamRoom.AMPLE
+        """In the stream of images, where groups are in the way that have no slot yet."""
         self.is_caught_up = False
         """Messages that were stored before this lineage began have come."""
         self.open: dict[str, OpenGroup] = {}
@@ -166,6 +168,10 @@ class BatchPlanner(Generic[D]):
         """Say whether nothing more that comes for a group is trained."""
         return group_id in self._closed
 
+    def is_over(self, group_id: str) -> bool:
+        """Say whether a group's outcome is stored, and nothing that has come for it is held for its ack."""
+        return group_id in self._recorded and group_id not in self.messages.deliveries
+
     def take_counts(self) -> tuple[int, int]:
         """Return how many groups were dropped as stale, and how many failed, since the last call."""
         counts = self._num_stale, self._num_failed
@@ -195,6 +201,7 @@ class BatchPlanner(Generic[D]):
         Raises:
             FencedError: what is stored was sampled with the weights of a newer lineage.
         """
+        room = min(room, self.image_room)
         if left := [group.group_id for group in self._without_end if group.group_id not in self._recorded]:
             return Settle(left, OutcomeKind.ABANDONED, "its cut was given up")
         if self.is_stopping or self.step > self.settings.run.steps:
@@ -380,7 +387,8 @@ class BatchPlanner(Generic[D]):
             return RetryLater(f"the checkpoint of step {self.step - 1}, which makes room in the stream")
         if plan.taken and not plan.waits_for:
             return self._cut(plan)
-        stored = [group for group in self.open.values() if group.slots]
+        is_blocked = self.image_room is StreamRoom.NONE
+        stored = [group for group in self.open.values() if group.slots or is_blocked]
         if room is StreamRoom.SCARCE or not stored:
             return None
         youngest = max(stored, key=lambda group: (not group.is_complete, group.order))
