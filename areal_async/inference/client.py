@@ -3,10 +3,12 @@
 A stream that breaks goes on, on the same or another server, from the tokens already received, so that no
 token is lost or repeated and none is generated twice, but for those that a server could not go on from (``request``).
 A deadline on the whole is for users who ask for it: a long answer is not a slow one. A prompt that no server could
-take never leaves: a token id outside the vocabulary ends a real SGLang process, with everybody's requests.
+take never leaves: a token id outside the vocabulary ends a real SGLang process, with everybody's requests, and one
+with more placeholders than images is never answered. Prompts are expanded here, as everywhere; only a request has one
+placeholder for each image.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
@@ -25,6 +27,8 @@ from areal_async.inference.request import check_token_ids
 from areal_async.inference.streams import TokenStreams
 from areal_async.protocol.types import Turn
 from areal_async.telemetry import spans
+from areal_async.vision.images import Image
+from areal_async.vision.spec import VisionSpec
 
 MAX_FRUITLESS_STREAMS = 6
 """Streams in a row that may end without a single new token before the completion is given up."""
@@ -39,14 +43,23 @@ class InferenceClient:
     """Streams completions from the servers of a pool. An async context manager that owns the connections."""
 
     def __init__(
-        self, pool: ServerPool, settings: InferenceSettings, *, max_streams: int, vocab_size: int, model: str = ""
+        self,
+        pool: ServerPool,
+        settings: InferenceSettings,
+        *,
+        max_streams: int,
+        vocab_size: int,
+        model: str = "",
+        vision: VisionSpec | None = None,
     ) -> None:
         """Take ``vocab_size`` of the model.
 
         Args:
             model: what the servers serve, as traces name it.
+            vision: how it sees; ``None`` where it does not.
         """
         self._model = model
+        self._vision = vision
         self.pool = pool
         self._settings = settings
         self._vocab_size = vocab_size
@@ -75,19 +88,22 @@ class InferenceClient:
         *,
         preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
+        images: Sequence[Image] = (),
     ) -> tuple[Turn, ServerHandle]:
         """Return one whole completion, and the server that ended it (its cache holds the prefix).
 
         Args:
+            prompt_ids: expanded, where there are images.
             sampling_params: SGLang's, with ``max_new_tokens``; ``stop_token_ids`` as well where there are any, and
                 ``top_logprobs_num``, which is beside them in a request.
             on_tokens: called with the tokens as they come, each once, however many streams break.
+            images: in the prompt, in the order of their tokens.
 
         Raises:
             ContextFull: the prompt leaves no room for an answer in the server's context.
-            GenerationError: no server may be sent this prompt, one refused it, none got anywhere with it, or
-                ``inference.total_deadline_s`` is over; without one, the caller's episode is the only deadline of
-                the whole.
+            GenerationError: no server may be sent this prompt, one refused it or sees its images in other sizes, none
+                got anywhere with it, or ``inference.total_deadline_s`` is over; without one, the caller's episode is
+                the only deadline of the whole.
         """
         check_prompt(prompt_ids, self._vocab_size)
         check_token_ids(sampling_params, self._vocab_size)
@@ -96,7 +112,7 @@ class InferenceClient:
                 "seed: refused: got one with servers that do not draw by it, need the embedded engine or "
                 f"{DETERMINISTIC} in inference.flags; leave it out"
             )
-        completion = Completion(prompt_ids, sampling_params, on_tokens=on_tokens)
+        completion = Completion(prompt_ids, sampling_params, on_tokens=on_tokens, images=images, vision=self._vision)
         with spans.completion(self._model, len(prompt_ids), sampling_params) as span:
             try:
                 async with self.pool.clock.timeout(self._settings.total_deadline_s) as deadline:

@@ -9,7 +9,7 @@ stream that broke has only the stamp of each event, which names the version at t
 tokens then get the older of that stamp and the one before.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Annotated, Any
@@ -21,10 +21,12 @@ from areal_async.errors import GenerationError
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import error_message
 from areal_async.inference.pool import ServerHandle
-from areal_async.inference.request import BESIDE, is_steered, num_held_back, request_fields
+from areal_async.inference.request import BESIDE, collapsed_ids, is_steered, num_held_back, ref_of, request_fields
 from areal_async.process.plain_text import escaped
 from areal_async.protocol.types import Turn, Version, VersionSpan
 from areal_async.telemetry import spans
+from areal_async.vision.images import Image
+from areal_async.vision.spec import VisionSpec
 
 parse_version = lru_cache(maxsize=1024)(Version.parse)
 
@@ -65,6 +67,8 @@ class MetaInfo(msgspec.Struct, gc=False):
     weight_version: str = ""
     weight_versions: list[TokenSpan] | None = None
     finish_reason: FinishReason | None = None
+    prompt_tokens: int | None = None
+    """Tokens of this request's prompt, each image with as many as the server sees in it."""
     completion_tokens: int | None = None
     """Output tokens of this request so far, in all events together."""
     output_token_logprobs: list[tuple[Logprob, int, Any]] | None = None
@@ -103,18 +107,29 @@ class Completion:
         params: Mapping[str, Any],
         *,
         on_tokens: Callable[[list[int]], None] | None = None,
+        images: Sequence[Image] = (),
+        vision: VisionSpec | None = None,
     ) -> None:
         """Take what the whole of it is asked for.
 
         Args:
             params: SGLang's sampling parameters, with ``max_new_tokens``.
             on_tokens: called with new tokens as they come, each once.
+            images: in the prompt, in the order of their tokens.
+            vision: how the model sees; ``None`` where it does not.
+
+        Raises:
+            GenerationError: the prompt has more or fewer images than placeholders.
         """
         self._params = params
         self._num_held_back = num_held_back(params)
         self._on_tokens = on_tokens
         self._num_told = 0
         self.prompt_ids = prompt_ids
+        self.images = images
+        """Every stream is sent them anew: what it goes on from was said about them."""
+        self._sent_ids = collapsed_ids(prompt_ids, len(images), vision)
+        self._placeholder_id = None if vision is None else vision.image_token_id
         self.output_ids: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[tuple[int, float]]] = []
@@ -138,9 +153,9 @@ class Completion:
 
     @property
     def request(self) -> dict[str, Any]:
-        """What a stream that goes on from here is asked for."""
+        """What a stream that goes on from here is asked for, but for its images."""
         fields = request_fields(self._params, num_kept=len(self.output_ids))
-        return {"input_ids": self.prompt_ids + self.output_ids, **fields}
+        return {"input_ids": self._sent_ids + self.output_ids, **fields}
 
     def fit(self, room_tokens: int) -> None:
         """Generate at most so many more, for want of room; what ends there has ended by its length."""
@@ -168,7 +183,8 @@ class Completion:
         Raises:
             ServerFault: no event of SGLang's, tokens without logprobs or without a version, or the end of a stream
                 that the server gave up.
-            GenerationError: the server refuses the request.
+            GenerationError: the server refuses the request or counts other tokens in its images, or the model has said
+                a placeholder.
         """
         chunk = decode_chunk(event)
         if chunk.error is not None or chunk.meta_info is None:
@@ -196,6 +212,13 @@ class Completion:
             raise ServerFault(
                 f"event of {len(output_ids)} tokens has {len(logprobs)} logprobs, need one each; "
                 "start the server with --incremental-streaming-output"
+            )
+        if output_ids and self.images:
+            self._check_images(meta)
+        if self._placeholder_id in output_ids:
+            raise GenerationError(
+                f"generation: the model has said token {self._placeholder_id}, the placeholder of an image, where none "
+                "is: no server could go on from it, and nothing could train it"
             )
         if BESIDE in self._params:
             self.top_logprobs += _possible(meta.output_top_logprobs, len(output_ids))
@@ -248,7 +271,21 @@ class Completion:
             temperature=self._params.get("temperature"),
             is_steered=is_steered(self._params),
             top_logprobs=self.top_logprobs if BESIDE in self._params else None,
+            images=[ref_of(image) for image in self.images],
         )
+
+    def _check_images(self, meta: MetaInfo) -> None:
+        """Hold the server's count of the prompt against ours: another one means that it has resized what it was sent.
+
+        Raises:
+            GenerationError: they differ.
+        """
+        need = len(self.prompt_ids) + self._stream_start
+        if meta.prompt_tokens != need:
+            raise GenerationError(
+                f"images: server {self._server.id} counts {meta.prompt_tokens} tokens in a prompt of {need}: it sees "
+                "images in other sizes than the model's folder says; have it read the same image processor's settings"
+            )
 
     def _keep(self, num_tokens: int) -> None:
         """Forget all tokens but the first ``num_tokens``."""

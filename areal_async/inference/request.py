@@ -5,11 +5,18 @@ penalty over it and begins a grammar behind it. Invariant: an answer that took s
 stream could have given.
 """
 
-from collections.abc import Mapping
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from areal_async.config.policy import GRAMMARS
 from areal_async.errors import GenerationError
+from areal_async.protocol.types import ImageRef
+from areal_async.vision.images import Image
+from areal_async.vision.rows import collapse
+from areal_async.vision.spec import VisionSpec
 
 NO_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 BESIDE = "top_logprobs_num"
@@ -49,6 +56,43 @@ def request_fields(params: Mapping[str, Any], *, num_kept: int) -> dict[str, Any
     if params.get(BESIDE):
         fields[BESIDE] = params[BESIDE]
     return fields
+
+
+def collapsed_ids(prompt_ids: list[int], num_images: int, vision: VisionSpec | None) -> list[int]:
+    """Return a prompt as servers take it: one placeholder for each image.
+
+    Args:
+        vision: of a model that sees; ``None`` for one that reads text alone.
+
+    Raises:
+        GenerationError: its images are more or fewer than its placeholders. A real SGLang would wait for them for ever.
+    """
+    if vision is None or (not num_images and vision.image_token_id not in prompt_ids):
+        if num_images:
+            raise GenerationError(f"prompt: got {num_images} images for a model that sees none, need text alone")
+        return prompt_ids
+    try:
+        sent_ids = collapse(prompt_ids, vision)
+    except ValueError as exc:
+        raise GenerationError(f"prompt: {exc}") from exc
+    num_placeholders = sent_ids.count(vision.image_token_id)
+    if num_placeholders != num_images:
+        raise GenerationError(
+            f"prompt: got {num_images} images and placeholders for {num_placeholders} (token {vision.image_token_id}), "
+            "need one for each; give images as parts of messages"
+        )
+    return sent_ids
+
+
+def ref_of(image: Image) -> ImageRef:
+    """Return what a turn has of an image that it saw."""
+    return ImageRef(sha256=image.sha256, num_bytes=len(image.data), width=image.width, height=image.height)
+
+
+def image_data(images: Sequence[Image]) -> msgspec.Raw:
+    """Return what a request has of its images, in JSON: their bytes as they are, in ``data:`` URLs."""
+    urls = [f"data:image/png;base64,{b64encode(image.data).decode()}" for image in images]
+    return msgspec.Raw(msgspec.json.encode(urls))
 
 
 def check_token_ids(params: Mapping[str, Any], vocab_size: int) -> None:

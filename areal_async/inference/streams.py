@@ -8,6 +8,7 @@ the code that runs for every event of every stream. Whatever a server sends, it 
 import asyncio
 import os
 import time
+from functools import partial
 
 import anyio
 import httpx
@@ -19,6 +20,8 @@ from areal_async.inference.completion import Completion
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import TRANSPORT_ERRORS, ServerApi, StreamClient, refusal
 from areal_async.inference.pool import ServerHandle
+from areal_async.inference.request import image_data
+from areal_async.process.image_threads import run_beside
 from areal_async.process.pausable_clock import PausableClock
 from areal_async.telemetry import spans, tracing, wait_graph
 from areal_async.telemetry.wait_graph import Wait
@@ -73,6 +76,9 @@ class TokenStreams:
             ServerFault: it broke; what was received is kept.
             GenerationError: the request itself is at fault.
         """
+        images: dict[str, msgspec.Raw] = {}
+        if completion.images:  # first: the version is noted, and the request made, as it is sent
+            images["image_data"] = await run_beside(partial(image_data, completion.images))
         completion.begin_stream(server)
         request_id = os.urandom(16).hex()
         body = {
@@ -80,6 +86,7 @@ class TokenStreams:
             # Prefixes cached under other weights are not for this request: an update in place cannot flush them.
             "cache_salt": server.version,
             **completion.request,
+            **images,
             "return_logprob": True,
             "stream": True,
         }
