@@ -14,7 +14,12 @@ from areal_async.errors import Reject, UserError
 from areal_async.protocol.types import Prompt
 
 Message = Mapping[str, Any]
-"""``{"role": ..., "content": ...}`` as chat templates take it."""
+"""``{"role": ..., "content": ...}`` as chat templates take it.
+
+A content is a text or a list of parts: ``{"type": "text", "text": ...}`` and, for a model that sees,
+``{"type": "image", "image": ...}`` or OpenAI's ``{"type": "image_url", "image_url": {"url": "data:..."}}``. The first
+takes an image of Pillow's, the bytes or the path of a file, a ``data:`` URL, and what a row has in a column of images.
+An image is brought to the size that the model sees once, as it is given: that is what is recorded and trained."""
 
 Rewards = float | Mapping[str, float]
 """One number for the whole trajectory, or ``{reply.id: return}`` for credit reply by reply.
@@ -45,7 +50,10 @@ class DescribedTool(Protocol):
 
 
 RunnableTool = Callable[..., Any] | DescribedTool
-"""A plain typed function, async or not, or a tool that brings its schema."""
+"""A plain typed function, async or not, or a tool that brings its schema.
+
+What it returns is told to the model as text, but for images: one of Pillow's, or a list of parts of a content (and of
+images of Pillow's) with at least one, are shown to it."""
 
 ToolLike = RunnableTool | Mapping[str, Any]
 """What the model may be told of: a tool, or the schema alone, as OpenAI writes it, of one that the workflow runs."""
@@ -71,12 +79,14 @@ class ToolResult:
     text: str
     is_error: bool
     """The call was no call, did not fit, or the function raised or ran past its deadline; ``text`` says which."""
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    """What the model is shown where that has images: parts of a content, in order. ``text`` has a word for each."""
 
     @property
     def message(self) -> dict[str, Any]:
         """Append this to answer the call."""
         name = {"name": self.call.name} if self.call.name else {}
-        return {"role": "tool", "tool_call_id": self.call.id, **name, "content": self.text}
+        return {"role": "tool", "tool_call_id": self.call.id, **name, "content": self.parts or self.text}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,9 +209,11 @@ class Policy(Protocol):
 
         Raises:
             GenerationError: no server could finish it. Let it pass: it is recorded on the trajectory.
-            ContextFull: the conversation leaves no room for an answer. Catch it to return a reward all the same. An
-                answer for which there is some room is cut off there (``finish_reason`` is ``length``).
-            WorkflowError: the template refuses the conversation, or an argument is none that can be.
+            ContextFull: the conversation, its images included, leaves no room for an answer. Catch it to return a
+                reward all the same. An answer for which there is some room is cut off there (``finish_reason`` is
+                ``length``).
+            WorkflowError: the template refuses the conversation, an argument is none that can be, or an image is none
+                or is shown to a model that does not see.
         """
         ...
 

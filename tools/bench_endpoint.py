@@ -11,7 +11,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -28,6 +28,7 @@ from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.text import load_codec
 from areal_async.rollout.user_code.loop_watchdog import LoopWatchdog
+from areal_async.vision.images import Image
 
 MODEL = "configs/models/tiny"
 EVENT_TOKENS = 8
@@ -54,6 +55,7 @@ class PacedModel:
         *,
         preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
+        images: Sequence[Image] = (),
     ) -> tuple[Turn, ServerHandle]:
         ids = self._output_ids
         for start in range(0, len(ids), EVENT_TOKENS):

@@ -69,7 +69,13 @@ async def opened_trial(
         if urls:
             _compare_tokenizers(settings.model.path, facts, tell)
         async with (
-            InferenceClient(pool, settings.inference, max_streams=max_streams, vocab_size=codec.vocab_size) as client,
+            InferenceClient(
+                pool,
+                settings.inference,
+                max_streams=max_streams,
+                vocab_size=codec.vocab_size,
+                vision=codec.vision,
+            ) as client,
             AgentEndpoint(settings.endpoint) as endpoint,
             serve_frozen(used, node_id=TRIAL, log_directory=logs, max_streams=max_streams) as frozen,
             given_per_node(

@@ -76,7 +76,12 @@ async def serve_frozen(
                 models[name] = FrozenReward(scorer=scorer, codec=codec, pool=pool)
                 continue
             client = InferenceClient(
-                pool, own.inference, max_streams=max_streams, vocab_size=size, model=own.model.path
+                pool,
+                own.inference,
+                max_streams=max_streams,
+                vocab_size=size,
+                model=own.model.path,
+                vision=codec.vision,
             )
             await clients.enter_async_context(client)
             models[name] = FrozenModel(generator=client, codec=codec, pool=pool)

@@ -14,9 +14,11 @@ from functools import partial
 
 from areal_async.api import Message
 from areal_async.config.settings import PolicySettings, SamplingSettings
+from areal_async.errors import WorkflowError
 from areal_async.inference.pool import ServerPool
 from areal_async.inference.scoring import ScoringClient
 from areal_async.rollout.policy.generation import Generator
+from areal_async.rollout.policy.images import has_images
 from areal_async.rollout.policy.messages import checked_messages
 from areal_async.rollout.policy.offload import beside_if_long
 from areal_async.rollout.policy.text import ContextRoom, TextCodec
@@ -43,6 +45,8 @@ class FrozenReward:
     async def score(self, messages: Sequence[Message]) -> float:
         """Score a whole conversation, rendered by the reward model's own chat template."""
         messages = checked_messages(messages)
+        if has_images(messages):
+            raise WorkflowError("reward model: got an image, need text alone; leave images out of what it is to score")
         prompt_ids = await beside_if_long(partial(self._tokenized, messages), messages)
         with unscoped():
             return await self.scorer.score(prompt_ids)

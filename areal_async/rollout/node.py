@@ -136,6 +136,7 @@ class _Node:
                         max_streams=max_streams,
                         vocab_size=codec.vocab_size,
                         model=settings.model.path,
+                        vision=codec.vision,
                     ) as client,
                     serve_frozen(
                         settings, node_id=self._node_id, log_directory=self._log_directory, max_streams=max_streams

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from areal_async.config.settings import MAX_CREDIT_BYTES
 from areal_async.errors import Reject, RolloutError, WorkflowError
-from areal_async.protocol.fields import MAX_INFO, MAX_INFO_KEYS, OWN_INFO, is_info_key
+from areal_async.protocol.fields import MAX_IMAGES, MAX_INFO, MAX_INFO_KEYS, OWN_INFO, is_info_key
 from areal_async.protocol.types import (
     ReplyReward,
     Sequence,
@@ -128,6 +128,8 @@ def check_size(turns: list[Turn], *, max_bytes: int, max_sequence_tokens: int) -
         raise WorkflowError(
             f"trajectory: got a sequence of {longest} tokens, need at most trainer.token_budget = {max_sequence_tokens}"
         )
+    if (num_images := max(len(turn.images) for turn in turns)) > MAX_IMAGES:
+        raise WorkflowError(f"trajectory: got {num_images} images in a sequence, need at most {MAX_IMAGES}; show fewer")
     num_bytes = BYTES_PER_TOKEN * max(longest, sum(len(turn.output_ids) for turn in turns))
     if num_bytes > max_bytes:
         raise WorkflowError(

@@ -1,7 +1,7 @@
 """Where the time of one trajectory goes: in the model, in tools, in rewards."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from areal_async.inference.pool import ServerHandle
 from areal_async.protocol.types import Turn
 from areal_async.rollout.policy.generation import Generator
 from areal_async.telemetry.wait_graph import EndedWait
+from areal_async.vision.images import Image
 
 Interval = tuple[float, float]
 
@@ -43,6 +44,7 @@ class TimedGenerator:
         *,
         preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
+        images: Sequence[Image] = (),
     ) -> tuple[Turn, ServerHandle]:
         since_s = time.monotonic()
         first_s: float | None = None
@@ -55,7 +57,7 @@ class TimedGenerator:
 
         try:
             turn, server = await self._generator.generate(
-                prompt_ids, sampling_params, preferred=preferred, on_tokens=hear
+                prompt_ids, sampling_params, preferred=preferred, on_tokens=hear, images=images
             )
             until_s = time.monotonic()
             self._turns[id(turn)] = TimedTurn(

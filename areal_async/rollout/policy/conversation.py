@@ -8,6 +8,9 @@ out, a system message moves). How it spells the reply does not matter, since the
 
 After a break the prompt starts anew, and even there the text of a reply that is left keeps its own tokens. Invariant:
 the text of every prompt is what the template writes, with each recorded reply as it was said.
+
+The template writes one placeholder for each image, and a prompt has one for each of its tokens. Which image that is no
+text says: messages are compared with what their images hold.
 """
 
 from bisect import bisect_left, bisect_right
@@ -19,9 +22,11 @@ from typing import Any
 from areal_async.api import Message
 from areal_async.errors import WorkflowError
 from areal_async.protocol.types import Turn
+from areal_async.rollout.policy.images import images_of
 from areal_async.rollout.policy.messages import are_same, assistant_message, checked_messages, is_same
 from areal_async.rollout.policy.text import ContextRoom, TextCodec
 from areal_async.rollout.tools.parse import is_in_thought
+from areal_async.vision.images import Image
 
 _MARK = "\ue0a7{}\ue0a8"
 """Stands for a reply while its place in the text is looked for. Private characters: no text holds them by accident."""
@@ -69,6 +74,9 @@ class RenderedPrompt:
     messages: list[Message]
     tools: list[Mapping[str, Any]]
     prompt_ids: list[int]
+    """Expanded."""
+    images: list[Image]
+    """In the order of their tokens."""
     is_break: bool
     """It goes on from something recorded, whose tokens it could not keep as its beginning."""
     is_thinking: bool
@@ -86,13 +94,14 @@ class Conversations:
     def open(
         self, messages: Sequence[Message], tools: Schemas = (), *, rooms: Sequence[ContextRoom] = ()
     ) -> RenderedPrompt:
-        """Return the prompt for a conversation.
+        """Return the prompt for a conversation, whose images have been taken in (``ImageIntake``).
 
         Raises:
             ContextFull: it has more characters than could fit into one of ``rooms``.
-            WorkflowError: it is none, or the chat template refuses it.
+            WorkflowError: it is none, the chat template refuses it, or it has a placeholder that is no image's.
         """
         messages, tools = checked_messages(messages), list(tools)
+        self._codec.check_placeholders(messages, tools)
         self._codec.check_roles(messages, tools)
         text = self._codec.render(messages, tools)
         for room in rooms:
@@ -101,15 +110,17 @@ class Conversations:
         seen = base.messages if base else []
         start = len(seen)
         replies = self._replies(messages, start)
+        images = images_of(messages)
         added = self._tokens(messages, tools, text, body, replies)
+        added = self._codec.expand(added, images[len(images_of(seen)) :])
         prompt_ids = self._go_on(base.turn, added) if base else added
         # What was changed may be nothing to the template (it trims): then the tokens are kept all the same.
-        is_kept = bool(replies) and _begins_with(prompt_ids, replies[max(replies)].turn)
+        is_kept = bool(replies) and _begins_with(prompt_ids, images, replies[max(replies)].turn)
         is_break = (bool(replies) and not is_kept) or any(
             recorded.is_answered_otherwise(messages) for recorded in self._recorded if len(recorded.messages) > start
         )
         return RenderedPrompt(
-            [*seen, *deepcopy(messages[start:])], deepcopy(tools), prompt_ids, is_break, is_in_thought(text)
+            [*seen, *deepcopy(messages[start:])], deepcopy(tools), prompt_ids, images, is_break, is_in_thought(text)
         )
 
     def _base(self, messages: list[Message], tools: Schemas, text: str) -> tuple[RecordedReply | None, str]:
@@ -229,9 +240,9 @@ class Conversations:
         return before, kept, after
 
 
-def _begins_with(prompt_ids: list[int], turn: Turn) -> bool:
-    said = turn.prompt_ids + turn.output_ids
-    return prompt_ids[: len(said)] == said
+def _begins_with(prompt_ids: list[int], images: Sequence[Image], turn: Turn) -> bool:
+    said, shown = turn.prompt_ids + turn.output_ids, [image.sha256 for image in turn.images]
+    return prompt_ids[: len(said)] == said and [image.sha256 for image in images[: len(shown)]] == shown
 
 
 def _with_contents(messages: Sequence[Message], contents: Mapping[int, str]) -> list[Message]:

@@ -11,6 +11,7 @@ from areal_async.protocol.types import Turn
 from areal_async.rollout.policy.replies import ReplyRecord
 from areal_async.rollout.policy.text import ContextRoom
 from areal_async.rollout.user_code.task_scope import unscoped
+from areal_async.vision.images import Image
 
 
 class Generator(Protocol):
@@ -23,6 +24,7 @@ class Generator(Protocol):
         *,
         preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
+        images: Sequence[Image] = (),
     ) -> tuple[Turn, ServerHandle]: ...
 
 
@@ -50,11 +52,13 @@ class TurnGenerator:
         num_turns: int = 1,
         *,
         on_tokens: Callable[[list[int]], None] | None = None,
+        images: Sequence[Image] = (),
     ) -> list[Turn]:
         """Return ``num_turns`` completions of one prompt, generated side by side.
 
         Args:
             on_tokens: called with the tokens of a single one as they come.
+            images: in the prompt, in the order of their tokens.
 
         Raises:
             ContextFull: not a token of an answer would fit into a packed row behind this prompt.
@@ -69,7 +73,7 @@ class TurnGenerator:
                 own = {**params, "sampling_seed": params["sampling_seed"] + number}
             with unscoped():
                 turns[number], self.server = await self._generator.generate(
-                    prompt_ids, own, preferred=preferred, on_tokens=on_tokens
+                    prompt_ids, own, preferred=preferred, on_tokens=on_tokens, images=images
                 )
 
         if num_turns == 1:

@@ -1,7 +1,8 @@
 """Turns become sequences. Pure.
 
-While each prompt extends the tokens of an earlier turn (its prompt and its answer), the turns are one
-sequence, and its shared prefix is trained once. Where a template breaks the prefix a new sequence starts.
+While each prompt extends the tokens of an earlier turn (its prompt and its answer) and shows the same images, the
+turns are one sequence, and its shared prefix is trained once. Where a template breaks the prefix, or another image
+stands behind equal tokens, a new sequence starts.
 Invariant: the loss mask is True exactly on sampled tokens, each sampled token is in exactly one sequence,
 with the logprob, the version and the temperature it was sampled with.
 """
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from areal_async.protocol.types import NOT_CREDITED, NOT_SAMPLED, Sequence, Turn, Version
+from areal_async.protocol.types import NOT_CREDITED, NOT_SAMPLED, ImageRef, Sequence, Turn, Version
 
 
 class _GrowingSequence:
@@ -18,15 +19,19 @@ class _GrowingSequence:
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
+        self.images: list[ImageRef] = []
         self.turns: list[tuple[int, Turn, int]] = []
         """Each with the position of its first sampled token, and the number of its credit."""
 
     def append(self, turn: Turn, credit: int) -> None:
         self.turns.append((len(turn.prompt_ids), turn, credit))
         self.token_ids = turn.prompt_ids + turn.output_ids
+        self.images = turn.images
 
-    def is_prefix_of(self, prompt_ids: list[int]) -> bool:
-        return prompt_ids[: len(self.token_ids)] == self.token_ids
+    def is_prefix_of(self, turn: Turn) -> bool:
+        """Say whether the turn's prompt begins with it. Equal tokens may stand for two images of one size."""
+        begins_so = turn.prompt_ids[: len(self.token_ids)] == self.token_ids
+        return begins_so and turn.images[: len(self.images)] == self.images
 
     def sequence(self, *, has_credits: bool) -> Sequence:
         length = len(self.token_ids)
@@ -56,6 +61,7 @@ class _GrowingSequence:
             turns=turns if has_credits else None,
             temperatures=None if any(turn.temperature is None for _, turn, _ in self.turns) else temperatures,
             steered=steered if steered.any() else None,
+            images=self.images or None,
         )
 
 
@@ -69,7 +75,7 @@ def merge_turns(turns: list[Turn], credits: Mapping[int, int] | None = None) -> 
     """
     rows: list[_GrowingSequence] = []
     for place, turn in enumerate(turns):
-        row = next((row for row in reversed(rows) if row.is_prefix_of(turn.prompt_ids)), None)
+        row = next((row for row in reversed(rows) if row.is_prefix_of(turn)), None)
         if row is None:
             row = _GrowingSequence()
             rows.append(row)

@@ -8,6 +8,7 @@ import msgspec
 from areal_async.api import Message, ToolCall
 from areal_async.errors import WorkflowError
 from areal_async.rollout.policy.json_size import decode_object
+from areal_async.vision.parts import is_image
 
 _SHAPE = 'a list of messages, [{"role": "user", "content": "..."}]'
 
@@ -45,11 +46,14 @@ def is_same(message: Message, other: Message) -> bool:
 def for_template(message: Message) -> dict[str, Any]:
     """Return a message with the arguments of its tool calls as objects: templates write them out as JSON.
 
-    In the form that travels (OpenAI's) they are a string of JSON; a string that holds no object stays one.
+    In the form that travels (OpenAI's) they are a string of JSON; a string that holds no object stays one. Of an image
+    a template is told that it stands there, and nothing else.
     """
     rendered = dict(message)
     if message.get("content") is None:
         rendered["content"] = ""
+    elif isinstance(message["content"], list | tuple):
+        rendered["content"] = [_part_for_template(part) for part in message["content"]]
     if message.get("tool_calls"):
         rendered["tool_calls"] = [_with_objects(call) for call in message["tool_calls"]]
     return rendered
@@ -57,6 +61,13 @@ def for_template(message: Message) -> dict[str, Any]:
 
 def _filled(message: Message) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value not in (None, "", [])}
+
+
+def _part_for_template(part: Any) -> Any:
+    """Return a part of a content without what it does not have: a column fills all with the keys of any."""
+    if not isinstance(part, Mapping):
+        return part
+    return {"type": "image"} if is_image(part) else {key: value for key, value in part.items() if value is not None}
 
 
 def _with_objects(call: Any) -> Any:

@@ -19,6 +19,7 @@ from areal_async.inference.call_parser import EngineCallParser
 from areal_async.protocol.types import Turn
 from areal_async.rollout.policy.conversation import Conversations, RenderedPrompt
 from areal_async.rollout.policy.generation import Generator, TurnGenerator
+from areal_async.rollout.policy.images import has_images
 from areal_async.rollout.policy.messages import checked_messages
 from areal_async.rollout.policy.offload import beside_if_long, is_long
 from areal_async.rollout.policy.replies import ReplyRecord, ReplyRecorder
@@ -119,7 +120,7 @@ class RecordingPolicy:
         if n is not None and not 1 <= n <= MAX_REPLIES:
             raise WorkflowError(f"policy call: got n={n!r}, need 1 to {MAX_REPLIES}, or none for a single reply")
         rendered = await self._rendered_prompt(messages, tools)
-        turns = await self._turns.generate(rendered.prompt_ids, params, 1 if n is None else n)
+        turns = await self._turns.generate(rendered.prompt_ids, params, 1 if n is None else n, images=rendered.images)
         parsed = [await self._recorder.parse(turn, rendered, server=self._turns.server) for turn in turns]
         replies = [self._recorder.record(turn, rendered, found) for turn, found in zip(turns, parsed, strict=True)]
         return replies[0] if n is None else replies
@@ -129,11 +130,15 @@ class RecordingPolicy:
     ) -> RecordingStream:
         """Answer a conversation piece by piece."""
         params = self._sampling_params(sampling)
-        opened = None if is_long(messages, tools) else self._noted(self._opening(messages, tools)())
+        messages = checked_messages(messages)
+        is_lengthy = has_images(messages) or is_long(messages, tools)
+        opened = None if is_lengthy else self._noted(self._opening(messages, tools)())
 
         async def generate(on_tokens: Callable[[list[int]], None]) -> Reply:
             rendered = opened or await self._rendered_prompt(messages, tools)
-            (turn,) = await self._turns.generate(rendered.prompt_ids, params, on_tokens=on_tokens)
+            (turn,) = await self._turns.generate(
+                rendered.prompt_ids, params, on_tokens=on_tokens, images=rendered.images
+            )
             parsed = await self._recorder.parse(turn, rendered, server=self._turns.server)
             return self._recorder.record(turn, rendered, parsed)
 
@@ -159,8 +164,9 @@ class RecordingPolicy:
         """Let the model answer a conversation with the help of tools."""
         if max_turns < 1:
             raise WorkflowError(f"policy.act: got max_turns={max_turns}, need at least 1")
-        toolbox = Toolbox(tools, timeout_s=tool_timeout_s)
-        said = checked_messages(messages)
+        images = self._codec.images
+        toolbox = Toolbox(tools, timeout_s=tool_timeout_s, take_image=images.take_part if self._codec.vision else None)
+        said = await images.taken(checked_messages(messages))  # here, once for all turns
         replies: list[Reply] = []
         results: list[ToolResult] = []
         record = self.record
@@ -189,6 +195,9 @@ class RecordingPolicy:
             stream.cancel()
 
     async def _rendered_prompt(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> RenderedPrompt:
+        messages = checked_messages(messages)
+        if has_images(messages):
+            messages = await self._codec.images.taken(messages)
         return self._noted(await beside_if_long(self._opening(messages, tools), messages, tools))
 
     def _opening(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> Callable[[], RenderedPrompt]:

@@ -15,6 +15,7 @@ from areal_async.rollout.policy.messages import reply_message
 from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.tools.parse import Parsed, parse_reply, read_found, split_thought
 from areal_async.rollout.user_code.task_scope import unscoped
+from areal_async.vision.images import Image
 
 
 @dataclass
@@ -24,6 +25,8 @@ class ReplyRecord:
     turns: list[Turn] = field(default_factory=list)
     reply_ids: list[str] = field(default_factory=list)
     """One per turn."""
+    images: dict[str, Image] = field(default_factory=dict)
+    """SHA-256 -> each image in a prompt of ``turns``, once, however often it was shown (``Turn.images``)."""
     info: dict[str, float] = field(default_factory=dict)
     num_breaks: int = 0
     """Calls that went on from something recorded and could not keep its tokens as their beginning."""
@@ -71,6 +74,8 @@ class ReplyRecorder:
         if self._role:  # in place, before anybody else has it: who timed the call knows the turn by its identity
             msgspec.structs.force_setattr(turn, "role", self._role)
         self._record.turns.append(turn)
+        if rendered is not None:
+            self._record.images |= {image.sha256: image for image in rendered.images}
         reply_id = f"{self._name}.{len(self._record.turns)}"
         self._record.reply_ids.append(reply_id)
         text = self._codec.decode(turn.output_ids)

@@ -10,9 +10,14 @@ from areal_async.chat_template import take_template, text_of, write
 from areal_async.config.template import TemplateSettings
 from areal_async.errors import ContextFull, UserError, WorkflowError
 from areal_async.process.gc_pauses import importing
+from areal_async.process.hub import local_model
+from areal_async.rollout.policy.images import ImageIntake, texts_in
 from areal_async.rollout.policy.messages import for_template
 from areal_async.rollout.tools.parse import ToolFormat, guess_format
 from areal_async.rollout.user_code.boundary import attributed_to
+from areal_async.vision.images import Image
+from areal_async.vision.rows import expand
+from areal_async.vision.spec import FAMILIES, VisionSpec
 
 USUAL_TEMPLATE = TemplateSettings()
 USUAL_ROLES = {"system", "user", "assistant", "tool"}
@@ -54,8 +59,11 @@ class TextCodec:
         stop_token_ids: Sequence[int],
         vocab_size: int,
         template_arguments: Mapping[str, Any] | None = None,
+        vision: VisionSpec | None = None,
     ) -> None:
+        """Take as ``vision`` how the model sees; ``None`` for one that reads text alone."""
         self._tokenizer = tokenizer
+        self.vision = vision
         self.model = str(getattr(tokenizer, "name_or_path", "") or "policy")
         """Folder or hub name of the model."""
         self._template = text_of(tokenizer)
@@ -68,6 +76,9 @@ class TextCodec:
         self._encode_once = lru_cache(maxsize=ENCODE_CACHE_TEXTS)(self._encode)
         self._encode_long_once = lru_cache(maxsize=ENCODE_CACHE_LONG_TEXTS)(self._encode)
         self.stop_token_ids = list(stop_token_ids)
+        self.images = ImageIntake(vision, model=self.model)
+        """Takes in the images of messages."""
+        self._placeholder = "" if vision is None else self.decode([vision.image_token_id], skip_special_tokens=False)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, for_reply: bool = True
@@ -115,6 +126,42 @@ class TextCodec:
                 )
             self._written_roles.add(role)
 
+    def check_placeholders(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Refuse text that would be read as an image which is not there.
+
+        Raises:
+            WorkflowError: a text has the model's placeholder of an image in it.
+        """
+        if not self._placeholder:
+            return
+        for number, one in enumerate((*messages, *tools), start=1):
+            if any(self._placeholder in text for text in texts_in(one)):
+                where = f"messages: got the text {self._placeholder} in place {number}"
+                if number > len(messages):
+                    where = f"tools: got the text {self._placeholder} in the description of one"
+                raise WorkflowError(
+                    f"{where}, which stands for an image, need images as parts of their own, "
+                    '{"type": "image", "image": ...}; take it out of the text'
+                )
+
+    def expand(self, token_ids: list[int], images: Sequence[Image]) -> list[int]:
+        """Return what the chat template has written, each image with as many placeholders as it has tokens.
+
+        Raises:
+            WorkflowError: the template has written more or fewer images than there are.
+        """
+        if self.vision is None or (not images and self.vision.image_token_id not in token_ids):
+            return token_ids
+        grids = [self.vision.grid_of(image.width, image.height) for image in images]
+        with attributed_to(WorkflowError, "chat template"):
+            num_written = token_ids.count(self.vision.image_token_id)
+            if num_written != len(images):
+                raise WorkflowError(
+                    f"chat template: wrote {num_written} placeholders for {len(images)} images, need one for each; "
+                    "name a template that shows the images of every role, rollout.template.path"
+                )
+            return expand(token_ids, grids, self.vision)
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Tokenize; a rendered conversation holds its special tokens already."""
         encode_once = self._encode_once if len(text) <= LONG_TEXT_CHARACTERS else self._encode_long_once
@@ -157,7 +204,9 @@ def load_codec(
         tokenizer = AutoTokenizer.from_pretrained(model_path)
     take_template(tokenizer, template, setting=template_setting)
     with attributed_to(UserError, f"{model}: cannot load its configuration"):
-        vocab_size = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
+        config = AutoConfig.from_pretrained(model_path)
+        vocab_size = config.get_text_config().vocab_size
+    vision = VisionSpec.read(local_model(model_path)) if config.model_type in FAMILIES else None
     ids = {tokenizer.eos_token_id}
     if not Path(model_path).is_dir() or Path(model_path, "generation_config.json").is_file():
         with attributed_to(UserError, f"{model}: cannot load its generation config"):
@@ -167,5 +216,9 @@ def load_codec(
     if not ids:
         raise UserError(f"{model}: names no end-of-turn token; set eos_token_id in its configuration")
     return TextCodec(
-        tokenizer, stop_token_ids=sorted(ids), vocab_size=vocab_size, template_arguments=template.arguments
+        tokenizer,
+        stop_token_ids=sorted(ids),
+        vocab_size=vocab_size,
+        template_arguments=template.arguments,
+        vision=vision,
     )

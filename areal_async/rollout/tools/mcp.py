@@ -7,9 +7,9 @@
     done = await policy.act(messages, [*tools, python])
 
 A server of its own costs a process for each trajectory and is for tools that remember; a shared one must not. What a
-tool answers is told as text. A call that ends without an answer, because the server died in it or its deadline passed,
-is told to the model as an error. A server that cannot be started is no fault of the model's: it is the trajectory's
-failure.
+tool answers is told as text, and its images are shown to a model that sees. A call that ends without an answer, because
+the server died in it or its deadline passed, is told to the model as an error. A server that cannot be started is no
+fault of the model's: it is the trajectory's failure.
 """
 
 import re
@@ -44,8 +44,8 @@ class McpTool:
     _own_name: str
     _connect: Callable[[], Awaitable[McpConnection]]
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Call it at the server; its answer as text.
+    async def call(self, arguments: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+        """Call it at the server; its answer as text, or as parts of a content where it has images.
 
         Raises:
             ToolError: the tool or the server failed, in words for the model.
@@ -56,7 +56,8 @@ class McpTool:
         text = text_of(result)
         if result.is_error:
             raise ToolError(text or f"{self.name}: failed without a word")
-        return text
+        has_images = any(block.type == "image" for block in result.content)
+        return [_part(block) for block in result.content] if has_images else text
 
 
 @asynccontextmanager
@@ -158,6 +159,15 @@ def text_of(result: "CallToolResult") -> str:
     if result.content or result.structured_content is None:
         return "\n".join(_block_text(block) for block in result.content)
     return msgspec.json.encode(result.structured_content).decode()
+
+
+def _part(block: "ContentBlock") -> dict[str, Any]:
+    """Return a part of a content, an image with the word for it."""
+    text = _block_text(block)
+    if block.type != "image":
+        return {"type": "text", "text": text}
+    url = f"data:{block.mime_type};base64,{block.data}"
+    return {"type": "image_url", "image_url": {"url": url}, "text": text}
 
 
 def _block_text(block: "ContentBlock") -> str:

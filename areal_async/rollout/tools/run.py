@@ -11,18 +11,19 @@ import inspect
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 import msgspec
 
 from areal_async.api import RunnableTool, ToolCall, ToolResult
-from areal_async.errors import ArealError, Reject, ToolError, WorkflowError
+from areal_async.errors import ArealError, Reject, RolloutError, ToolError, WorkflowError
 from areal_async.process.per_loop import PerLoop
 from areal_async.rollout.tools.schema import Tool, describe_tool
 from areal_async.rollout.user_code.boundary import attributed_to, describe, encodable
 from areal_async.rollout.user_code.task_scope import AbnormalExit, DeadlineExceeded, run_within
 from areal_async.telemetry import spans, wait_graph
+from areal_async.vision.parts import IMAGE_PARTS, is_image, is_picture
 
 NUM_THREADS = 64
 """Plain functions that run at once on a node."""
@@ -33,11 +34,20 @@ MAX_OUTPUT_CHARACTERS = 20_000
 MAX_CALLS_PER_REPLY = 16
 
 
+class TakeImage(Protocol):
+    """Takes in an image that a tool shows (``ImageIntake.take_part``)."""
+
+    async def __call__(self, part: Mapping[str, Any], *, what: str, error: type[RolloutError]) -> dict[str, Any]: ...
+
+
 class Toolbox:
     """The tools of one ``act``."""
 
-    def __init__(self, tools: Sequence[RunnableTool], *, timeout_s: float) -> None:
+    def __init__(self, tools: Sequence[RunnableTool], *, timeout_s: float, take_image: TakeImage | None = None) -> None:
         """Take what may be called; ``timeout_s`` holds for those that have no deadline of their own.
+
+        Args:
+            take_image: takes in what a tool shows; ``None`` for a model that does not see.
 
         Raises:
             WorkflowError: one cannot be a tool, or two have one name.
@@ -45,6 +55,7 @@ class Toolbox:
         described = [describe_tool(tool) for tool in tools]
         self._tools = {tool.name: tool for tool in described}
         self._timeout_s = timeout_s
+        self._take_image = take_image
         if len(self._tools) < len(described):
             raise WorkflowError(f"tools: got {[tool.name for tool in described]}, need different names")
 
@@ -65,12 +76,12 @@ class Toolbox:
                 if number >= MAX_CALLS_PER_REPLY:
                     raise ToolError(f"got call {number + 1} of one reply, need at most {MAX_CALLS_PER_REPLY}")
                 with spans.tool_call(call, is_known=call.name in self._tools):
-                    results.append(ToolResult(call=call, text=await self._answer(call), is_error=False))
+                    results.append(await self._answer(call))
             except ToolError as exc:
                 results.append(ToolResult(call=call, text=_shortened(f"error: {exc}"), is_error=True))
         return results
 
-    async def _answer(self, call: ToolCall) -> str:
+    async def _answer(self, call: ToolCall) -> ToolResult:
         if call.error:
             raise ToolError(call.error)
         tool = self._tools.get(call.name)
@@ -84,7 +95,39 @@ class Toolbox:
         with attributed_to(ToolError, tool.name):
             with wait_graph.on(f"tool {tool.name}"):
                 value = await _call(tool, arguments, timeout_s)
-            return encodable(_shortened(as_text(value)))
+            # At once: the next call may draw on the same canvas.
+            parts = [await self._told_part(part, tool.name) for part in shown_parts(value)]
+            text = "\n".join(map(_word_for, parts)) if parts else encodable(_shortened(as_text(value)))
+        return ToolResult(call=call, text=text, is_error=False, parts=parts if any(map(is_image, parts)) else [])
+
+    async def _told_part(self, part: Mapping[str, Any], name: str) -> dict[str, Any]:
+        if is_image(part):
+            if self._take_image is not None:
+                return await self._take_image(part, what=name, error=ToolError)
+            if not _has_text(part):
+                raise WorkflowError(f"tool {name}: returned an image, which the model cannot see, need text")
+        return {"type": "text", "text": encodable(_shortened(part["text"]))}
+
+
+def shown_parts(value: Any) -> list[Mapping[str, Any]]:
+    """Return what a tool returned as parts of a content where an image is among them, else none.
+
+    An image may have a ``text``, which a model is told that does not see.
+    """
+    items = value if isinstance(value, list | tuple) else [value]
+    parts = [{"type": "image", "image": item} if is_picture(item) else item for item in items]
+    are_parts = all(is_image(part) or (isinstance(part, Mapping) and _has_text(part)) for part in parts)
+    return parts if are_parts and any(map(is_image, parts)) else []
+
+
+def _has_text(part: Mapping[str, Any]) -> bool:
+    return part.get("type") in ("text", *IMAGE_PARTS) and isinstance(part.get("text"), str)
+
+
+def _word_for(part: Mapping[str, Any]) -> str:
+    """Return what stands for a part in a text."""
+    text: str = f"[image of {part['image'].width} x {part['image'].height}]" if is_image(part) else part["text"]
+    return text
 
 
 def as_text(value: Any) -> str:
@@ -148,7 +191,7 @@ def _work(name: str, function: Callable[[], Any], future: Future[Any]) -> None:
         with attributed_to(ToolError, name):
             value = function()
             # Written here: a large value would hold up the event loop for as long as that takes.
-            result = value if inspect.isawaitable(value) else as_text(value)
+            result = value if inspect.isawaitable(value) or shown_parts(value) else as_text(value)
         future.set_result(result)
     except (ArealError, Reject) as exc:
         future.set_exception(exc)

@@ -6,8 +6,10 @@ from typing import Any
 import anyio.lowlevel
 
 from areal_async.inference.pool import ServerHandle
+from areal_async.inference.request import ref_of
 from areal_async.protocol.types import Turn, VersionSpan
 from areal_async.rollout.policy.text import TextCodec
+from areal_async.vision.images import Image
 
 END = 256
 END_TEXT = "<end>"
@@ -43,6 +45,8 @@ class ScriptedModel:
     def __init__(self, *answers: list[int], version: str = "1-0", finish_reason: str = "stop") -> None:
         self.answers = list(answers)
         self.calls: list[tuple[list[int], Mapping[str, Any]]] = []
+        self.seen: list[list[Image]] = []
+        """images of each of ``calls``"""
         self.preferred: list[ServerHandle | None] = []
         self.server = ServerHandle("s0")
         self.version = version
@@ -55,8 +59,10 @@ class ScriptedModel:
         *,
         preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
+        images: Sequence[Image] = (),
     ) -> tuple[Turn, ServerHandle]:
         self.calls.append((prompt_ids, sampling_params))
+        self.seen.append(list(images))
         self.preferred.append(preferred)
         output_ids = self.answers.pop(0)
         for token in output_ids if on_tokens else []:
@@ -69,6 +75,7 @@ class ScriptedModel:
             spans=[VersionSpan(version=self.version, start=0, end=len(output_ids))],
             oldest=self.version,
             finish_reason=self.finish_reason,
+            images=[ref_of(image) for image in images],
         )
         return turn, self.server
 

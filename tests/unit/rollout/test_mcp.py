@@ -19,6 +19,7 @@ from areal_async.rollout.tools.mcp import _tool as described
 from areal_async.rollout.tools.mcp import text_of
 from areal_async.rollout.tools.mcp_connection import Address, McpConnection
 from areal_async.rollout.tools.run import Toolbox
+from tests.unit.rollout.seeing import seeing_codec
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
@@ -103,6 +104,8 @@ async def test_model_is_told_of_a_servers_tools_and_what_comes_of_them(way: str)
             "slow": await come_of(tools, "wait", seconds=60, timeout_s=0.2),
             "after the slow one": await come_of(tools, "add", a=4),
         }
+        seeing = Toolbox(tools, timeout_s=20.0, take_image=seeing_codec().images.take_part)
+        (shown,) = await seeing.run([ToolCall(id="call00001", name="picture", arguments={})])
 
     function = schema["function"]
     assert (schema["type"], function["name"], function["description"]) == ("function", "add", "Add two numbers.")
@@ -113,7 +116,9 @@ async def test_model_is_told_of_a_servers_tools_and_what_comes_of_them(way: str)
     assert results["good"].text == "5"
     assert "valid integer" in results["bad arguments"].text
     assert '"height": 3.5' in results["structured"].text
-    assert results["image"].text == "a pixel:\n[image, image/png, not shown]"
+    assert (results["image"].text, results["image"].parts) == ("a pixel:\n[image, image/png, not shown]", [])
+    assert shown.text == "a pixel:\n[image of 64 x 64]"
+    assert [part["type"] for part in shown.message["content"]] == ["text", "image"]
     assert results["raises"].text.startswith("error: Error executing tool refuse")
     assert len(results["long"].text) < 21_000
     assert results["slow"].text == "error: wait: no answer within 0.2 s"

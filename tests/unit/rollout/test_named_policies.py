@@ -1,6 +1,6 @@
 """Policies by name: a role speaks in the same trajectory, a frozen model outside it, and who is missing is named."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.named_policies import FrozenModel, FrozenReward, role_sampling
 from areal_async.rollout.user_code.workflows import check_all_taken, load_workflow, policies_taken
 from areal_async.rollout.workflow_call import TaskWorkflow, WorkflowCall
+from areal_async.vision.images import Image
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 from tests.unit.rollout.called import PROMPT, slot_of
 
@@ -188,6 +189,7 @@ class Endless(ScriptedModel):
         *,
         preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
+        images: Sequence[Image] = (),
     ) -> tuple[Turn, ServerHandle]:
         assert on_tokens is not None
         on_tokens([97])

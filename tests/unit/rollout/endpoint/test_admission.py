@@ -4,7 +4,7 @@ import asyncio
 import json
 import resource
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,7 @@ from areal_async.rollout.endpoint.app import LONG_BODY_BYTES
 from areal_async.rollout.endpoint.policy import PolicyMaker, ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.endpoint.session import Session
+from areal_async.vision.images import Image
 from tests.brokers import until
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with
@@ -63,6 +64,7 @@ class Gate(ScriptedModel):
         *,
         preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
+        images: Sequence[Image] = (),
     ) -> tuple[Turn, ServerHandle]:
         self.num_waiting += 1
         self.most_waiting = max(self.most_waiting, self.num_waiting)
@@ -71,7 +73,9 @@ class Gate(ScriptedModel):
         finally:
             self.num_waiting -= 1
         self.answers.append(said("ok"))
-        return await super().generate(prompt_ids, sampling_params, preferred=preferred, on_tokens=on_tokens)
+        return await super().generate(
+            prompt_ids, sampling_params, preferred=preferred, on_tokens=on_tokens, images=images
+        )
 
 
 def policy_at(endpoint: AgentEndpoint, model: ScriptedModel, name: str) -> ServedPolicy:

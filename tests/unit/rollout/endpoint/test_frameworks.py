@@ -7,7 +7,7 @@ an address and a key, and writes what it was told.
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from areal_async.rollout.endpoint.policy import PolicyMaker, ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.generation import Generator
 from areal_async.rollout.policy.text import load_codec
+from areal_async.vision.images import Image
 from tests.unit.inference.embedded_engine import Server
 from tests.unit.rollout.endpoint.terse import build_terse
 
@@ -69,9 +70,10 @@ class Noting:
         *,
         preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
+        images: Sequence[Image] = (),
     ) -> tuple[Turn, ServerHandle]:
         turn, server = await self._generator.generate(
-            prompt_ids, sampling_params, preferred=preferred, on_tokens=on_tokens
+            prompt_ids, sampling_params, preferred=preferred, on_tokens=on_tokens, images=images
         )
         self.calls.append((turn, sampling_params))
         return turn, server

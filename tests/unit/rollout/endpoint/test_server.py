@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -20,6 +20,7 @@ from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.generation import Generator
 from areal_async.rollout.rewards.reply_rewards import Ending, Scores
 from areal_async.telemetry import tracing
+from areal_async.vision.images import Image
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.called import call_of
 from tests.unit.rollout.chat_templates import TINY, codec_with
@@ -51,6 +52,7 @@ class Waiting(ScriptedModel):
         *,
         preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
+        images: Sequence[Image] = (),
     ) -> tuple[Turn, ServerHandle]:
         self.is_asked.set()
         if on_tokens:
@@ -76,11 +78,14 @@ class Failing(ScriptedModel):
         *,
         preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
+        images: Sequence[Image] = (),
     ) -> tuple[Turn, ServerHandle]:
         await anyio.lowlevel.checkpoint()
         if self.errors:
             raise GenerationError(self.errors.pop(0))
-        return await super().generate(prompt_ids, sampling_params, preferred=preferred, on_tokens=on_tokens)
+        return await super().generate(
+            prompt_ids, sampling_params, preferred=preferred, on_tokens=on_tokens, images=images
+        )
 
 
 async def test_nothing_runs_until_a_workflow_asks_for_the_address() -> None:

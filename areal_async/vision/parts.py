@@ -1,0 +1,19 @@
+"""Parts of a message's content that show an image, and values that are one. Pure, and without Pillow."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+IMAGE_PARTS = ("image", "image_url")
+"""Types of such parts: the way of chat templates, and OpenAI's."""
+
+
+def is_image(part: object) -> bool:
+    """Say whether a part of a content is an image."""
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+
+
+def is_picture(value: object) -> bool:
+    """Say whether a value is an image of Pillow's; where nobody has imported it there is none."""
+    pillow: Any = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
