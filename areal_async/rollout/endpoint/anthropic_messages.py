@@ -1,8 +1,8 @@
 """Anthropic's Messages: a request -> a call, and a reply -> its objects and events. Pure.
 
 The structs say which fields are honoured and which are hints; ``reading`` sees to the others. Blocks of thinking are
-dropped from a conversation, for the model never said any. Tools that the service runs itself, a beginning of the answer
-and images are refused.
+dropped from a conversation, for the model never said any. Tools that the service runs itself and a beginning of the
+answer are refused.
 """
 
 import secrets
@@ -26,6 +26,9 @@ from areal_async.rollout.endpoint.content import (
     StopString,
     TextPart,
     chosen_tools,
+    content_of,
+    joined,
+    part_of,
     text_of,
     tool_result,
     with_named_results,
@@ -42,11 +45,29 @@ _STOP_REASON: dict[Finish, str] = {
 _UNSAID = ("thinking", "redacted_thinking")
 
 
-class _ResultPart(TextPart):
+class _ImageSource(msgspec.Struct):
+    type: Literal["base64", "url"]
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+
+
+class _Part(TextPart):
+    source: _ImageSource | None = None
+
+    @property
+    def shown_url(self) -> str | None:
+        """URL of the image that it is, where it is one."""
+        if self.type != "image" or self.source is None:
+            return None
+        return self.source.url or f"data:{self.source.media_type};base64,{self.source.data}"
+
+
+class _ResultPart(_Part):
     HINTS: ClassVar = ("cache_control", "citations")
 
 
-class _Block(TextPart):
+class _Block(_Part):
     id: str = ""
     name: str = ""
     input: dict[str, Any] | None = None
@@ -152,20 +173,23 @@ def _add(messages: list[dict[str, Any]], message: _MessagesMessage, where: str) 
     if isinstance(message.content, str):
         messages.append({"role": message.role, "content": message.content})
         return
-    texts: list[str] = []
+    said: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     num_before = len(messages)
 
-    def add_text() -> None:
-        if texts:
-            messages.append({"role": message.role, "content": "\n".join(texts)})
-            texts.clear()
+    def add_said() -> None:
+        if said:
+            messages.append({"role": message.role, "content": joined(list(said))})
+            said.clear()
 
     for number, block in enumerate(message.content):
         place = f"{where}.content[{number}]"
         match message.role, block.type:
             case _, "text":
-                texts.append(text_of([block], types=("text",), param=f"{where}.content"))
+                said.append(part_of(block, types=("text",), param=place))
+            case "user", "image":
+                refuse_if(block.source is None, f"{place}.source", "missing, need the image itself, in base64")
+                said.append(part_of(block, types=("text",), param=place))
             case "assistant", "tool_use":
                 refuse_if(not block.id or not block.name, place, "need the id and the name of the call")
                 arguments = msgspec.json.encode(block.input or {}).decode()
@@ -174,17 +198,19 @@ def _add(messages: list[dict[str, Any]], message: _MessagesMessage, where: str) 
                 pass
             case "user", "tool_result":
                 refuse_if(not block.tool_use_id, place, "need the tool_use_id that this answers")
-                add_text()
-                text = text_of(block.content, types=("text",), param=f"{place}.content")
-                messages.append(tool_result(block.tool_use_id, text))
+                add_said()
+                content = content_of(block.content, types=("text",), param=f"{place}.content")
+                messages.append(tool_result(block.tool_use_id, content))
             case _:
                 refuse_if(
-                    True, place, f"got {block.type!r:.50} from {message.role}, this model takes text, calls and results"
+                    True,
+                    place,
+                    f"got {block.type!r:.50} from {message.role}, this model takes text, images, calls and results",
                 )
     if message.role == "assistant":
-        messages.append(assistant_message("\n".join(texts), calls))
+        messages.append(assistant_message("\n".join(part["text"] for part in said), calls))
     else:
-        add_text()
+        add_said()
         refuse_if(len(messages) == num_before, f"{where}.content", "got no blocks, need at least one")
 
 

@@ -1,4 +1,7 @@
-"""What the APIs' messages have in common: parts of text, names of tools, and who is answered by a result. Pure."""
+"""What the APIs' messages have in common: parts of text and images, names of tools, who is answered by a result. Pure.
+
+An image stays the URL that it came in: the policy takes it in, or says why not.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -7,6 +10,7 @@ import msgspec
 
 from areal_async.rollout.endpoint.calls import ToolChoice
 from areal_async.rollout.endpoint.refusals import Refusal, refuse_if
+from areal_async.vision.parts import is_image
 
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,128}\Z")]
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -14,10 +18,28 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
 class TextPart(msgspec.Struct):
-    """One part of a message's content. What has no text is refused."""
+    """One part of a message's content. What has neither text nor an image is refused."""
 
     type: str
     text: str | None = None
+
+    @property
+    def shown_url(self) -> str | None:
+        """URL of the image that it is, where it is one."""
+        return None
+
+
+def content_of(
+    content: str | Sequence[TextPart] | None, *, types: Sequence[str], param: str
+) -> str | list[dict[str, Any]]:
+    """Return a message's content: as its text, or in parts where it has images.
+
+    Raises:
+        Refusal: a part is neither, or an image that is somewhere else.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    return joined([part_of(part, types=types, param=f"{param}[{number}]") for number, part in enumerate(content)])
 
 
 def text_of(content: str | Sequence[TextPart] | None, *, types: Sequence[str], param: str) -> str:
@@ -28,19 +50,37 @@ def text_of(content: str | Sequence[TextPart] | None, *, types: Sequence[str], p
     """
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
-    for number, part in enumerate(content):
-        if part.type not in types or part.text is None:
-            where = f"{param}[{number}]"
-            message = f"{where}: got a part of type {part.type!r:.50}, this model takes text only"
-            raise Refusal("bad_request", message, param=where, code="invalid_value")
-        texts.append(part.text)
-    return "\n".join(texts)
+    return "\n".join(_text(part, types, f"{param}[{number}]") for number, part in enumerate(content))
 
 
-def tool_result(call_id: str, text: str) -> dict[str, Any]:
+def part_of(part: TextPart, *, types: Sequence[str], param: str) -> dict[str, Any]:
+    """Return a part as OpenAI's chat API writes it.
+
+    Raises:
+        Refusal: as ``content_of``.
+    """
+    url = part.shown_url
+    if url is None:
+        return {"type": "text", "text": _text(part, types, param)}
+    refuse_if(url[:5].lower() != "data:", param, "got an image by its address, need the image itself, in base64")
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return a content: texts on lines of their own where there are no images."""
+    return parts if any(map(is_image, parts)) else "\n".join(part["text"] for part in parts)
+
+
+def _text(part: TextPart, types: Sequence[str], where: str) -> str:
+    if part.type not in types or part.text is None:
+        message = f"{where}: got a part of type {part.type!r:.50}, this model takes text only"
+        raise Refusal("bad_request", message, param=where, code="invalid_value")
+    return part.text
+
+
+def tool_result(call_id: str, content: str | list[dict[str, Any]]) -> dict[str, Any]:
     """Return the answer to a call."""
-    return {"role": "tool", "tool_call_id": call_id, "content": text}
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
 def with_named_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from areal_async.rollout.endpoint.content import (
     StopString,
     TextPart,
     chosen_tools,
+    content_of,
     text_of,
     tool_result,
     with_named_results,
@@ -41,9 +42,20 @@ from areal_async.rollout.tools.schema import function_schema
 _FINISH: dict[Finish, str] = {"stop": "stop", "stop_sequence": "stop", "length": "length", "tool_calls": "tool_calls"}
 
 
+class _ImageUrl(msgspec.Struct):
+    url: str
+    HINTS: ClassVar = ("detail",)
+
+
 class _ChatPart(TextPart):
     refusal: str | None = None
+    image_url: _ImageUrl | None = None
     HINTS: ClassVar = ("cache_control", "prompt_cache_breakpoint")
+
+    @property
+    def shown_url(self) -> str | None:
+        """URL of the image that it is, where it is one."""
+        return self.image_url.url if self.type == "image_url" and self.image_url else None
 
 
 class _Function(msgspec.Struct):
@@ -195,19 +207,21 @@ def _messages(written: Sequence[_ChatMessage]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for number, one in enumerate(written):
         where = f"messages[{number}]"
-        content = text_of(one.content, types=("text",), param=f"{where}.content")
+        param = f"{where}.content"
         match one.role:
             case "tool":
                 missing = "missing, need the id of the call that this answers"
                 refuse_if(one.tool_call_id is None, f"{where}.tool_call_id", missing)
+                content = content_of(one.content, types=("text",), param=param)
                 messages.append(tool_result(one.tool_call_id or "", content))
             case "assistant":
                 calls = [
                     function_call(call.id, call.function.name, call.function.arguments) for call in one.tool_calls or ()
                 ]
-                messages.append(assistant_message(content, calls))
+                messages.append(assistant_message(text_of(one.content, types=("text",), param=param), calls))
             case _:
                 role = "system" if one.role == "developer" else one.role
+                content = content_of(one.content, types=("text",), param=param)
                 messages.append({"role": role, "content": content, **({"name": one.name} if one.name else {})})
     return messages
 

@@ -27,6 +27,7 @@ from areal_async.rollout.endpoint.content import (
     Name,
     TextPart,
     chosen_tools,
+    content_of,
     text_of,
     tool_result,
     with_named_results,
@@ -48,7 +49,13 @@ History = dict[str, list[dict[str, Any]]]
 
 
 class _ResponsesPart(TextPart):
-    HINTS: ClassVar = ("annotations", "logprobs", "prompt_cache_breakpoint", "cache_control", "parsed")
+    image_url: str | None = None
+    HINTS: ClassVar = ("annotations", "logprobs", "prompt_cache_breakpoint", "cache_control", "parsed", "detail")
+
+    @property
+    def shown_url(self) -> str | None:
+        """URL of the image that it is, where it is one."""
+        return self.image_url if self.type == "input_image" else None
 
 
 class _Item(msgspec.Struct):
@@ -217,8 +224,8 @@ def _add_items(messages: list[dict[str, Any]], items: Sequence[_Item]) -> None:
                 source, is_open = _source(item), True
             case "function_call_output":
                 refuse_if(not item.call_id, where, "need the call_id that this answers")
-                text = text_of(item.output, types=_TEXTS, param=f"{where}.output")
-                messages.append(tool_result(item.call_id or "", text))
+                content = content_of(item.output, types=_TEXTS, param=f"{where}.output")
+                messages.append(tool_result(item.call_id or "", content))
                 is_open = False
             case "reasoning":
                 pass  # the model never said any
@@ -233,7 +240,8 @@ def _message(item: _Item, where: str) -> dict[str, Any]:
         f"{where}.role",
         f"got {role!r:.50}, need system, user or assistant",
     )
-    return {"role": role, "content": text_of(item.content, types=_TEXTS, param=f"{where}.content")}
+    read_content = text_of if role == "assistant" else content_of
+    return {"role": role, "content": read_content(item.content, types=_TEXTS, param=f"{where}.content")}
 
 
 def _source(item: _Item) -> str | None:

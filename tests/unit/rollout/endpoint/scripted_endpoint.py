@@ -12,6 +12,7 @@ from areal_async.rollout.endpoint.admission import AdmissionLimits
 from areal_async.rollout.endpoint.policy import PolicyMaker, ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.generation import Generator
+from areal_async.rollout.policy.text import TextCodec
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with
 
@@ -43,12 +44,15 @@ async def served(
     max_new_tokens: int = 99,
     call_parser: EngineCallParser | None = None,
     limits: AdmissionLimits | None = None,
+    codec: TextCodec | None = None,
     **settings: Any,
 ) -> AsyncIterator[ServedPolicy]:
     """A policy with an address, at an endpoint of its own with these settings."""
     async with AgentEndpoint(EndpointSettings(**settings), limits=limits) as endpoint:
         sampling = SamplingSettings(max_new_tokens=max_new_tokens)
-        maker = PolicyMaker(generator=model, codec=codec_with(template), endpoint=endpoint, call_parser=call_parser)
+        maker = PolicyMaker(
+            generator=model, codec=codec or codec_with(template), endpoint=endpoint, call_parser=call_parser
+        )
         yield maker.policy(sampling, name)
 
 

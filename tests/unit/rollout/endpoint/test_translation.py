@@ -134,6 +134,48 @@ def test_one_conversation_is_the_same_call_in_every_api(api: str) -> None:
     )
 
 
+SHOWN = "data:image/png;base64,aa=="
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "aa=="}
+SEEN_CONVERSATION = [
+    {"role": "user", "content": [
+        {"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": SHOWN}}]},
+    {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+    {"role": "tool", "tool_call_id": "c1", "name": "add", "content": [
+        {"type": "image_url", "image_url": {"url": SHOWN}}, {"type": "text", "text": "closer"}]},
+]  # fmt: skip
+SEEN: dict[str, dict[str, Any]] = {
+    "chat": {"messages": [
+        {"role": "user", "content": [
+            {"type": "text", "text": "What is it?"},
+            {"type": "image_url", "image_url": {"url": SHOWN, "detail": "low"}}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+        {"role": "tool", "tool_call_id": "c1", "content": [
+            {"type": "image_url", "image_url": {"url": SHOWN}}, {"type": "text", "text": "closer"}]},
+    ]},
+    "responses": {"instructions": None, "input": [
+        {"role": "user", "content": [
+            {"type": "input_text", "text": "What is it?"},
+            {"type": "input_image", "image_url": SHOWN, "detail": "auto"}]},
+        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a":2,"b":3}'},
+        {"type": "function_call_output", "call_id": "c1", "output": [
+            {"type": "input_image", "image_url": SHOWN}, {"type": "input_text", "text": "closer"}]},
+    ]},
+    "messages": {"system": None, "messages": [
+        {"role": "user", "content": [
+            {"type": "text", "text": "What is it?"},
+            {"type": "image", "source": SOURCE, "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 2, "b": 3}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [
+            {"type": "image", "source": SOURCE}, {"type": "text", "text": "closer"}]}]},
+    ]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_images_of_a_question_and_of_a_result_are_the_same_call_in_every_api(api: str) -> None:
+    assert asked(api, **SEEN[api]).messages == SEEN_CONVERSATION
+
+
 def test_chat_takes_several_replies_stop_strings_and_logprobs() -> None:
     call = asked("chat", n=3, stop="x", logprobs=True, top_logprobs=5, tool_choice="none")
 
@@ -268,7 +310,7 @@ def test_items_of_different_replies_stay_apart() -> None:
     assert ids == [[], ["c1", "c2", "c3"], [], ["c4"]]
 
 
-IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}]}]
 CHAT_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),
@@ -314,6 +356,10 @@ RESPONSES_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "function_call", "name": "add"}]}, "input[0]"),
     ({"input": [{"type": "function_call_output", "output": "5"}]}, "input[0]"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+        "input[0].content[0].file_id",
+    ),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"tools": [{"type": "web_search"}]}, "tools[0]"),
     ({"tool_choice": "required", "tools": None}, "tool_choice"),
@@ -330,7 +376,11 @@ MESSAGES_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is"}]}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].source"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "https://a"}}]}]},
+        "messages[0].content[0]",
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0]"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
     ({"tool_choice": {"type": "any"}, "tools": []}, "tool_choice"),
