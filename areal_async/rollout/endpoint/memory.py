@@ -28,28 +28,33 @@ class _RememberedReply(NamedTuple):
     message: Message
 
 
+class Recalled(NamedTuple):
+    """A conversation as the policy knows it."""
+
+    messages: list[Message]
+    key: bytes
+    """Of the conversation as the agent wrote it."""
+
+
 class Memory:
     """The replies of one trajectory, by what an agent was told of them."""
 
     def __init__(self) -> None:
         self._recorded: dict[bytes, list[_RememberedReply]] = {}
 
-    def remember(self, messages: Sequence[Message], reported: ReportedReply, reply: Reply) -> None:
-        """Take in a reply to ``messages``, which are as the agent wrote them."""
-        before = b""
-        for message in messages:
-            before = _key(before, message)
+    def remember(self, before: bytes, reported: ReportedReply, reply: Reply) -> None:
+        """Take in a reply to the conversation of a key: to hash one with images takes longer than a loop has."""
         recorded = _RememberedReply(before, reported.content, reply.message)
         self._recorded.setdefault(_key(b"", reported.message), []).append(recorded)
 
-    def recall(self, messages: Sequence[Message]) -> list[Message]:
+    def recall(self, messages: Sequence[Message]) -> Recalled:
         """Return the conversation with recorded replies in the place of their copies."""
         recalled: list[Message] = []
         before = b""
         for message in messages:
             recalled.append(self._find(before, message) or message)
             before = _key(before, message)
-        return recalled
+        return Recalled(recalled, before)
 
     def _find(self, before: bytes, message: Message) -> Message | None:
         if message["role"] != "assistant":

@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from areal_async.api import Message, Reply, ReplyStream
+from areal_async.api import Reply, ReplyStream
 from areal_async.errors import ContextFull, GenerationError, RolloutError, WorkflowError
 from areal_async.rollout.endpoint.admission import AdmissionLimits
 from areal_async.rollout.endpoint.calls import (
@@ -27,7 +27,7 @@ from areal_async.rollout.endpoint.calls import (
     TokenLogprob,
 )
 from areal_async.rollout.endpoint.forms import grammar_of
-from areal_async.rollout.endpoint.memory import Memory
+from areal_async.rollout.endpoint.memory import Memory, Recalled
 from areal_async.rollout.endpoint.openai_responses import History
 from areal_async.rollout.endpoint.reading import Unsupported
 from areal_async.rollout.endpoint.refusals import Refusal, RefusalKind
@@ -125,9 +125,9 @@ class Session:
         """
         call = exchange.call
         with self._answering():
-            messages = await self._recall(call)
+            messages, key = await self._recall(call)
             replies = await self._policy.chat(messages, tools=call.tools, n=call.n, **self._sampling(call))
-            reported = [self._take(call, reply) for reply in replies]
+            reported = [self._take(call, key, reply) for reply in replies]
             exchange.conclude(reported)
             return reported
 
@@ -142,11 +142,11 @@ class Session:
         beginning = exchange.begin()
         try:
             with self._answering():
-                messages = await self._recall(call)
+                messages, key = await self._recall(call)
                 ready: asyncio.Queue[bytes | asyncio.Task[ReportedReply]] = asyncio.Queue()
                 for index in range(call.n):
                     stream = self._policy.stream(messages, tools=call.tools, **self._sampling(call))
-                    task = asyncio.create_task(self._write(exchange, index, stream, ready.put_nowait))
+                    task = asyncio.create_task(self._write(exchange, key, index, stream, ready.put_nowait))
                     task.add_done_callback(mark_retrieved)
                     task.add_done_callback(ready.put_nowait)
                     writing.append(task)
@@ -172,7 +172,7 @@ class Session:
         yield exchange.finish(reported)
 
     async def _write(
-        self, exchange: ApiExchange, index: int, stream: ReplyStream, put: Callable[[bytes], None]
+        self, exchange: ApiExchange, key: bytes, index: int, stream: ReplyStream, put: Callable[[bytes], None]
     ) -> ReportedReply:
         """Write one reply while it is said; one that is cancelled before it is whole is not recorded."""
         holdback = self._holdback_for(exchange.call)
@@ -180,7 +180,7 @@ class Session:
             async for piece in stream:
                 if told := holdback.push(piece):
                     put(exchange.piece(index, told))
-            reported = self._take(exchange.call, stream.reply)
+            reported = self._take(exchange.call, key, stream.reply)
         put(exchange.end(index, reported, holdback.rest(reported.content)))
         return reported
 
@@ -196,7 +196,7 @@ class Session:
             raise Refusal(_kind_of(exc), str(exc)) from exc
         self.failure = None
 
-    async def _recall(self, call: CompletionRequest) -> list[Message]:
+    async def _recall(self, call: CompletionRequest) -> Recalled:
         return await beside_if_long(partial(self._memory.recall, call.messages), call.messages)
 
     def _sampling(self, call: CompletionRequest) -> dict[str, Any]:
@@ -221,11 +221,11 @@ class Session:
         holds_all = holds_thought or (bool(call.tools) and is_blind)
         return StreamHoldback(tool_format=tool_format, stop=call.stop, holds_all=holds_all)
 
-    def _take(self, call: CompletionRequest, reply: Reply) -> ReportedReply:
-        """Return what the agent is told of a reply, and remember it."""
+    def _take(self, call: CompletionRequest, key: bytes, reply: Reply) -> ReportedReply:
+        """Return what the agent is told of a reply, and remember it as one to the conversation of ``key``."""
         turn = self._policy.turns[self._policy.reply_ids.index(reply.id)]
         reported = self._reported(call, reply, len(turn.prompt_ids))
-        self._memory.remember(call.messages, reported, reply)
+        self._memory.remember(key, reported, reply)
         return reported
 
     def _reported(self, call: CompletionRequest, reply: Reply, num_prompt_tokens: int) -> ReportedReply:

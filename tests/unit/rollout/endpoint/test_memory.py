@@ -138,28 +138,28 @@ def test_of_replies_that_say_the_same_the_one_to_this_conversation_is_meant() ->
     memory = Memory()
     here, there = [{"role": "user", "content": "here"}], [{"role": "user", "content": "there"}]
     first, second = ({"role": "assistant", "content": "a"} for _ in range(2))
-    memory.remember(here, told("a"), reply_of(first))
-    memory.remember(there, told("a"), reply_of(second))
+    memory.remember(memory.recall(here).key, told("a"), reply_of(first))
+    memory.remember(memory.recall(there).key, told("a"), reply_of(second))
 
     copy = {"role": "assistant", "content": "a "}
 
-    assert memory.recall([*here, copy])[1] is first
-    assert memory.recall([*there, copy])[1] is second
-    assert memory.recall([{"role": "user", "content": "x"}, copy])[1] is second
+    assert memory.recall([*here, copy]).messages[1] is first
+    assert memory.recall([*there, copy]).messages[1] is second
+    assert memory.recall([{"role": "user", "content": "x"}, copy]).messages[1] is second
 
 
 def test_exact_copy_is_preferred_to_one_without_its_edges() -> None:
     memory = Memory()
     bare, spaced = {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "a "}
-    memory.remember([], told("a"), reply_of(bare))
-    memory.remember([], told("a "), reply_of(spaced))
+    memory.remember(memory.recall([]).key, told("a"), reply_of(bare))
+    memory.remember(memory.recall([]).key, told("a "), reply_of(spaced))
 
-    assert memory.recall([{"role": "assistant", "content": "a"}])[0] is bare
+    assert memory.recall([{"role": "assistant", "content": "a"}]).messages[0] is bare
 
 
 def test_message_of_the_agent_s_own_stays_its_own() -> None:
     memory = Memory()
-    memory.remember([], told("a"), reply_of({"role": "assistant", "content": "a"}))
+    memory.remember(memory.recall([]).key, told("a"), reply_of({"role": "assistant", "content": "a"}))
     own = {"role": "assistant", "content": "b"}
 
-    assert memory.recall([own])[0] is own
+    assert memory.recall([own]).messages[0] is own
