@@ -27,9 +27,11 @@ IMAGE_ID, VIDEO_ID, START_ID, END_ID = range(VOCAB_SIZE, VOCAB_SIZE + 4)
 SPECIAL_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 SHOWN = (START_ID, IMAGE_ID, END_ID)
 """An image in a prompt."""
-PIXELS = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
-PATCH_SIZE = 16
-"""Qwen2.5-VL's own is 14; so images of one size suit both families."""
+PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 512 * 512}
+PATCH_SIZE = {"qwen3_vl": 16, "qwen2_5_vl": 14}
+"""Their own: SGLang takes patches of Qwen2.5-VL of any other size for what its tower gives."""
+SIDE = 224
+"""Pixels: an image of this side, or a multiple, suits both."""
 TEMPLATE = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% else %}"
@@ -50,7 +52,7 @@ def build_seeing_model(folder: Path, *, seed: int, family: str = "qwen3_vl") -> 
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     AutoModelForImageTextToText.from_config(_config(family)).save_pretrained(folder)
-    sizes = {"patch_size": PATCH_SIZE, "merge_size": 2, "temporal_patch_size": 2, "size": PIXELS}
+    sizes = {"patch_size": PATCH_SIZE[family], "merge_size": 2, "temporal_patch_size": 2, "size": PIXELS}
     normalization = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
     processor, video = {
         "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
@@ -85,7 +87,7 @@ def _config(family: str) -> PretrainedConfig:
         "intermediate_size": 64,
         "num_heads": 2,
         "out_hidden_size": 64,
-        "patch_size": PATCH_SIZE,
+        "patch_size": PATCH_SIZE[family],
         "initializer_range": 0.1,
     }
     ids = {
@@ -101,11 +103,11 @@ def _config(family: str) -> PretrainedConfig:
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         return Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
     # One block looks at windows of 4 x 4 patches, the other at whole images.
-    vision |= {"window_size": 4 * PATCH_SIZE, "fullatt_block_indexes": [1]}
+    vision |= {"window_size": 4 * PATCH_SIZE[family], "fullatt_block_indexes": [1]}
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
 
 
-def png_of(seed: int, *, width: int = 64, height: int = 96) -> bytes:
+def png_of(seed: int, *, width: int = SIDE, height: int = SIDE) -> bytes:
     """Return a picture of noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     out = io.BytesIO()

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mistra
 
 from areal_async.errors import UserError
 from areal_async.inference.embedded.engine.grammar import Grammars
+from areal_async.inference.embedded.engine.images import PromptImages
 from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.protocol import SamplingParams
 from areal_async.inference.embedded.engine.runner import ModelRunner, load_runner
@@ -75,10 +76,13 @@ def scheduler(old_model: Path) -> Scheduler:
     return scheduler_of(load(old_model))
 
 
-def sequence_of(prompt: list[int], num_tokens: int, *, seed: int = 0, **sampling: Any) -> RunningSequence:
+def sequence_of(
+    prompt: list[int], num_tokens: int, *, seed: int = 0, images: PromptImages | None = None, **sampling: Any
+) -> RunningSequence:
     return RunningSequence(
         rid=f"rid-{seed}-{len(prompt)}",
         prompt_ids=tuple(prompt),
+        images=images,
         params=SamplingParams(**sampling),
         max_new_tokens=num_tokens,
         stop_token_ids=frozenset(),
