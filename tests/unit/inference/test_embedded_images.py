@@ -47,9 +47,10 @@ def runner(seeing_models: list[Path]) -> Iterator[ModelRunner]:
         yield load(seeing_models[0])
 
 
-def place(reader: ImageReader, *pngs: bytes) -> tuple[list[int], PromptImages]:
+def place(reader: ImageReader, *pngs: bytes, before: int | None = None) -> tuple[list[int], PromptImages]:
+    """Put images into the prompt, after one more token where one is given: then it is no sibling of others."""
     images = asyncio.run(reader.read([base64_of(png) for png in pngs]))
-    prompt, placed = reader.place(PROMPT, images)
+    prompt, placed = reader.place(PROMPT if before is None else [before, *PROMPT], images)
     assert placed is not None
     return prompt, placed
 
@@ -71,7 +72,7 @@ def test_an_image_is_seen_once_while_requests_have_it_and_again_by_new_weights(
     runner: ModelRunner, seeing_models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes, reader, scheduler = count_passes(runner, monkeypatch), ImageReader(runner.vision), scheduler_of(runner)
-    shown = [place(reader, png) for png in (CAT, DOG, CAT)]
+    shown = [place(reader, CAT), place(reader, DOG), place(reader, CAT, before=5)]
     sequences = [sequence_of(prompt, 20, seed=seed, images=images) for seed, (prompt, images) in enumerate(shown)]
     for sequence in sequences:
         scheduler.submit(sequence)
@@ -146,13 +147,18 @@ def test_a_model_that_does_not_see_refuses_images_and_serves_text_alone(server: 
     assert "image_tokens" not in ask(server, [5], [], max_new_tokens=1)["meta_info"]
 
 
-def test_tensors_of_a_seeing_model_are_verified_by_the_names_that_sglang_gives_them() -> None:
-    announced = {"model.language_model.norm.weight": "ab" * 32, "model.visual.merger.norm.weight": "cd" * 32}
-    target = WeightsVersion(version="0-1", path="", tensors_sha256=announced)
+@pytest.mark.parametrize("prefixes", [("model.", "visual."), ("model.language_model.", "model.visual.")])
+@pytest.mark.parametrize("shown_prefixes", [("model.", "visual."), ("model.language_model.", "model.visual.")])
+def test_tensors_of_a_seeing_model_are_verified_however_they_are_named(
+    prefixes: tuple[str, str], shown_prefixes: tuple[str, str]
+) -> None:
+    """SGLang and checkpoints of Qwen2.5-VL have the short names, transformers and the others the long ones."""
 
-    def shown(merger: str) -> Checksums:
-        return Checksums(ranks=[{"model.norm.weight": "ab" * 8, "visual.merger.norm.weight": merger}], whole="")
+    def tensors(names: tuple[str, str], merger: str, num: int) -> dict[str, str]:
+        return {f"{names[0]}norm.weight": "ab" * num, f"{names[1]}merger.norm.weight": merger * num}
 
-    compare(shown("cd" * 8), target)
+    target = WeightsVersion(version="0-1", path="", tensors_sha256=tensors(prefixes, "cd", 32))
+
+    compare(Checksums(ranks=[tensors(shown_prefixes, "cd", 8)], whole=""), target)
     with pytest.raises(ServerFault, match="visual.merger.norm.weight"):
-        compare(shown("ef" * 8), target)
+        compare(Checksums(ranks=[tensors(shown_prefixes, "ef", 8)], whole=""), target)
