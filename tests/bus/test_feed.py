@@ -656,6 +656,25 @@ async def has_images(bus: Bus, *group_ids: str) -> bool:
     return await bus.images.groups() == list(group_ids)
 
 
+async def test_images_of_a_cut_that_is_to_be_replayed_stay_before_its_messages_have_come_again(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, first, second = await open_role(Role.NODE), await open_role(Role.TRAINER), await open_role(Role.TRAINER, "1")
+    async with running(first, settings) as old:
+        old.feed.allow(1)
+        for group_id in ("0-0-0", "0-1-0"):
+            await put_image(node, group_id, 9)
+            await store(node, group_id, [0, 1], group_size=2)
+        await old.cut(1)
+
+    async with running(second, settings, first_step=2) as new:
+        assert new.num_unacked == 0
+        assert not new.feed.planner.is_over("0-0-0")
+        await until(lambda: new.num_unacked == 2)
+        await new.feed._images.sweep()
+        assert await has_images(second, "0-0-0", "0-1-0")
+
+
 async def test_images_that_came_after_their_groups_end_go_with_the_next_lineage(
     open_role: OpenRole, settings: Settings
 ) -> None:
