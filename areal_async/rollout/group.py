@@ -143,6 +143,7 @@ class GroupRun:
                 ]
                 for policy in policies:
                     policy.record.refuses_truncation = not workflow.rollout.accept_truncation_bias
+                    policy.record.refuses_images = True
                 call = WorkflowCall(workflow, policies, work=self._work(slots[0], name), clock=self._node.clock)
                 trajectories = await call.fill(ticket.prompt, slots)
                 spans.note_trajectories(span, trajectories)
