@@ -70,7 +70,7 @@ async def test_conversation_about_two_images_has_the_models_own_logprobs(engine:
         first = await policy.chat([shown(CAT, "one: ")], **GREEDY)
         await policy.chat([shown(CAT, "one: "), first.message, shown(DOG, " two: ")], **GREEDY)
 
-    assert [turn.prompt_ids.count(IMAGE_ID) for turn in policy.turns] == [2 * 3, 2 * 3 + 3 * 4]
+    assert [turn.prompt_ids.count(IMAGE_ID) for turn in policy.turns] == [7 * 7, 7 * 7 + 3 * 4]
     for turn in policy.turns:
         assert_scored_by(folder, policy, turn)
     (row,) = merge_turns(policy.turns)
