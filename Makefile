@@ -39,7 +39,7 @@ sglang:  ## an environment in which the real SGLang runs on a CPU
 	$(PYTHON) tools/setup_sglang.py $(SGLANG)
 
 test-sglang: $(STAMP) agents sglang  ## the contract with the servers, of the real SGLang; builds its environment first
-	NEED_SGLANG=$(SGLANG)/bin/python $(BIN)/python -m pytest -m sglang tests/sglang $(ARGS)
+	NEED_SGLANG=$(SGLANG)/bin/python $(BIN)/python -m pytest -m "sglang and not nightly" tests/sglang $(ARGS)
 
 test-gpu: $(STAMP)  ## what needs GPUs, as far as this machine has them; says what it lacks for the rest
 	$(BIN)/python -m pytest -m gpu -n 0 -s tests/gpu $(ARGS)
@@ -60,9 +60,10 @@ faults: $(STAMP)  ## every fault of the matrix against real runs; under an hour 
 faults-quick: $(STAMP)  ## a selection of the faults, one seed each; under 8 minutes on two cores
 	$(BIN)/python -m tools.faults --quick $(ARGS)
 
-nightly: $(STAMP) ray  ## the longer proofs: each test on both event loops, every fault and what is beside its row, millions of inputs and of steps of the protocol
+nightly: $(STAMP) ray agents sglang  ## the longer proofs: each test on both event loops, every fault and what is beside its row, millions of inputs and of steps of the protocol
 	$(MAKE) test ARGS=--both-loops
 	$(BIN)/python -m pytest -m nightly tests/e2e
+	NEED_SGLANG=$(SGLANG)/bin/python $(BIN)/python -m pytest -m "sglang and nightly" tests/sglang
 	NEED_HOSTS=1 $(BIN)/python -m pytest -m "hosts and nightly" -n 0 tests/hosts
 	$(MAKE) faults
 	$(BIN)/python -m tools.fuzz --inputs 1000000
