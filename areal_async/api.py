@@ -19,7 +19,8 @@ Message = Mapping[str, Any]
 A content is a text or a list of parts: ``{"type": "text", "text": ...}`` and, for a model that sees,
 ``{"type": "image", "image": ...}`` or OpenAI's ``{"type": "image_url", "image_url": {"url": "data:..."}}``. The first
 takes an image of Pillow's, the bytes or the path of a file, a ``data:`` URL, and what a row has in a column of images.
-An image is brought to the size that the model sees once, as it is given: that is what is recorded and trained."""
+An image is brought to the size that the model sees once, as it is given: that is what is recorded. A policy that a
+run trains refuses images for now."""
 
 Rewards = float | Mapping[str, float]
 """One number for the whole trajectory, or ``{reply.id: return}`` for credit reply by reply.

@@ -17,7 +17,7 @@
         │   ├── ConflictError   a compare-and-set lost: the value is no longer the one that was read
         │   └── ConsumerGoneError  the consumer was deleted: for a trainer, a newer lineage has taken over
         ├── WireError           bytes that are not a message of ours, or that this run cannot train
-        │   └── ImageError      an image is not stored, or is not what its name says
+        │   └── StoredImageError      an image is not stored, or is not what its name says
         ├── StalenessError      a token over the bound reached the loss: a broken promise
         └── FencedError         a newer lineage has taken over: this process must not write any more
 
@@ -108,7 +108,7 @@ class WireError(PipelineError):
     """Bytes that are no message of ours (wrong schema, length or checksum), or a trajectory that no step can train."""
 
 
-class ImageError(WireError):
+class StoredImageError(WireError):
     """An image that is not stored, not whole, or not the one that its hash names. What looks at it cannot be used."""
 
 

@@ -21,7 +21,7 @@ import structlog
 
 from areal_async.bus.log import Message, StreamReader
 from areal_async.config.settings import SCARCE_SHARE
-from areal_async.errors import ConflictError, ImageError, StreamFullError, UserError
+from areal_async.errors import ConflictError, StoredImageError, StreamFullError, UserError
 from areal_async.process.failpoints import failpoint
 from areal_async.protocol.subjects import Names
 from areal_async.protocol.types import ImageRef
@@ -50,7 +50,7 @@ class Images:
         Raises:
             StreamFullError: the rest of it is not stored; wait, and call again.
             UserError: the stream would not hold it, were it empty.
-            ImageError: what is stored under its name is none of ours.
+            StoredImageError: what is stored under its name is none of ours.
         """
         assert _is_named(data, ref), f"image {ref.sha256}: these {len(data)} bytes are another file"
         subject = self._names.images(group_id, ref.sha256)
@@ -71,7 +71,7 @@ class Images:
         """Return an image's file.
 
         Raises:
-            ImageError: it is not stored, or not whole, or the stored bytes are not what ``ref`` names.
+            StoredImageError: it is not stored, or not whole, or the stored bytes are not what ``ref`` names.
         """
         stream, subject = self._names.images_stream, self._names.images(group_id, ref.sha256)
         chunks: list[bytes] = []
@@ -82,10 +82,14 @@ class Images:
             sequence = batch[-1].sequence
         what = f"image {ref.sha256} of group {group_id}"
         if num_bytes < ref.num_bytes:
-            raise ImageError(f"{what}: got {num_bytes} bytes, need {ref.num_bytes}; it was not stored, or is purged")
+            raise StoredImageError(
+                f"{what}: got {num_bytes} bytes, need {ref.num_bytes}; it was not stored, or is purged"
+            )
         data = b"".join(chunks)
         if not _is_named(data, ref):
-            raise ImageError(f"{what}: got {num_bytes} bytes of another hash or length; what is stored is damaged")
+            raise StoredImageError(
+                f"{what}: got {num_bytes} bytes of another hash or length; what is stored is damaged"
+            )
         return data
 
     async def purge(self, group_ids: Iterable[str], *, is_newest: Callable[[], Awaitable[bool]]) -> None:
@@ -160,7 +164,7 @@ def _end_of(last: Message, group_id: str, ref: ImageRef) -> int:
     said = last.headers.get(END_HEADER, "")
     if re.fullmatch("[0-9]{1,9}", said) and len(last.data) <= int(said) <= ref.num_bytes:
         return int(said)
-    raise ImageError(
+    raise StoredImageError(
         f"image {ref.sha256} of group {group_id}: message {last.sequence} ends at {said[:20]!r}, need at most "
         f"{ref.num_bytes}; what is stored under its name is none of ours"
     )

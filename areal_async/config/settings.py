@@ -146,8 +146,8 @@ class RolloutSettings(Section):
     max_stream_bytes: int = Field(default=4 << 30, ge=1 << 20)
     """Disk for trajectories that are not trained yet; when full, producers wait. A group of the largest must fit."""
     max_image_stream_bytes: int = Field(default=MIN_IMAGE_STREAM_BYTES, ge=MIN_IMAGE_STREAM_BYTES)
-    """Disk for images of groups that are not trained yet; from 80 % of it on, admission waits. The least is for runs
-    without images."""
+    """Disk for images of groups that are not trained yet; from 80 % of it on the trainer makes room. The least is for
+    runs without images."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

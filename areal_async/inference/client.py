@@ -4,8 +4,8 @@ A stream that breaks goes on, on the same or another server, from the tokens alr
 token is lost or repeated and none is generated twice, but for those that a server could not go on from (``request``).
 A deadline on the whole is for users who ask for it: a long answer is not a slow one. A prompt that no server could
 take never leaves: a token id outside the vocabulary ends a real SGLang process, with everybody's requests, and one
-with more placeholders than images is never answered. Prompts are expanded here, as everywhere; only a request has one
-placeholder for each image.
+with more placeholders than images is refused there, or answered about others. Prompts are expanded here, as
+everywhere; only a request has one placeholder for each image.
 """
 
 from collections.abc import Callable, Mapping, Sequence

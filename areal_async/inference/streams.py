@@ -21,7 +21,7 @@ from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import TRANSPORT_ERRORS, ServerApi, StreamClient, refusal
 from areal_async.inference.pool import ServerHandle
 from areal_async.inference.request import image_data
-from areal_async.process.image_threads import run_beside
+from areal_async.process import side_threads
 from areal_async.process.pausable_clock import PausableClock
 from areal_async.telemetry import spans, tracing, wait_graph
 from areal_async.telemetry.wait_graph import Wait
@@ -78,7 +78,7 @@ class TokenStreams:
         """
         images: dict[str, msgspec.Raw] = {}
         if completion.images:  # first: the version is noted, and the request made, as it is sent
-            images["image_data"] = await run_beside(partial(image_data, completion.images))
+            images["image_data"] = await side_threads.IMAGES.run(partial(image_data, completion.images))
         completion.begin_stream(server)
         request_id = os.urandom(16).hex()
         body = {

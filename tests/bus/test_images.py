@@ -12,7 +12,7 @@ from areal_async.bus import Bus, EmbeddedBroker, Role, declare
 from areal_async.bus import images as images_module
 from areal_async.bus.images import CHUNK_BYTES, END_HEADER
 from areal_async.config.settings import MESSAGE_OVERHEAD_BYTES, MIN_IMAGE_STREAM_BYTES, RolloutSettings, Settings
-from areal_async.errors import ConflictError, ImageError, StreamFullError, UserError
+from areal_async.errors import ConflictError, StoredImageError, StreamFullError, UserError
 from areal_async.protocol.subjects import Names
 from tests.brokers import PATIENCE_S, OpenRole
 from tests.bus.stored import ref_of
@@ -113,7 +113,7 @@ async def test_half_an_image_is_none_until_another_producer_has_stored_the_rest(
             [sys.executable, "-c", PUT, *arguments], check=False, env={**os.environ, **faults}, cwd=ROOT
         )
     assert await num_chunks(trainer) == 2
-    with pytest.raises(ImageError, match=f"of group {GROUP}: got 2097152 bytes, need 4194304; it was not stored"):
+    with pytest.raises(StoredImageError, match=f"of group {GROUP}: got 2097152 bytes, need 4194304; it was not stored"):
         await trainer.images.get(GROUP, ref_of(data))
     await node.images.put(GROUP, ref_of(data), data)
 
@@ -132,7 +132,9 @@ async def test_what_was_purged_is_none_and_can_be_stored_again(open_role: OpenRo
 
     assert await trainer.images.groups() == ["0-3-1"]
     assert await trainer.images.get("0-3-1", ref_of(data)) == data
-    with pytest.raises(ImageError, match=f"of group {GROUP}: got 0 bytes, need 2097152; it was not stored, or is"):
+    with pytest.raises(
+        StoredImageError, match=f"of group {GROUP}: got 0 bytes, need 2097152; it was not stored, or is"
+    ):
         await trainer.images.get(GROUP, ref_of(data))
     await node.images.put(GROUP, ref_of(data), data)
     assert await trainer.images.get(GROUP, ref_of(data)) == data
@@ -199,7 +201,7 @@ async def test_bytes_that_are_not_those_of_the_name_are_refused(open_role: OpenR
     }[damage]
     await node.api.store(RUN.images(GROUP, ref_of(data).sha256), forged, headers={END_HEADER: "1000"})
 
-    with pytest.raises(ImageError, match=f"image {ref_of(data).sha256} of group {GROUP}: got "):
+    with pytest.raises(StoredImageError, match=f"image {ref_of(data).sha256} of group {GROUP}: got "):
         await trainer.images.get(GROUP, ref_of(data))
 
 
@@ -209,7 +211,7 @@ async def test_what_says_of_itself_no_end_is_not_gone_on_with(open_role: OpenRol
     data = image(1000)
     await node.api.store(RUN.images(GROUP, ref_of(data).sha256), data[:10], headers={END_HEADER: said} if said else {})
 
-    with pytest.raises(ImageError, match="what is stored under its name is none of ours"):
+    with pytest.raises(StoredImageError, match="what is stored under its name is none of ours"):
         await node.images.put(GROUP, ref_of(data), data)
 
     assert await num_chunks(node) == 1

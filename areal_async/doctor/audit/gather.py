@@ -15,7 +15,7 @@ from areal_async.bus import Bus, Message
 from areal_async.doctor.audit.files import read_archive, read_ledger
 from areal_async.doctor.audit.run_record import Rules, RunRecord, StoredSlot
 from areal_async.doctor.audit.versions import find_faults
-from areal_async.errors import ImageError, WireError
+from areal_async.errors import StoredImageError, WireError
 from areal_async.launch.lost import state_of
 from areal_async.process.json_lines import read_json_lines
 from areal_async.protocol.publish_log import Receipt, decode_stamp, read_receipts
@@ -156,7 +156,7 @@ class _Reader:
             self._image_damage[group_id, image] = ""
             try:
                 await self._bus.images.get(group_id, image)
-            except ImageError as exc:
+            except StoredImageError as exc:
                 self._image_damage[group_id, image] = str(exc)
         return self._image_damage[group_id, image]
 

@@ -2,7 +2,7 @@
 
 A workflow may change a canvas that it has shown, or show a file that changes: what a message shows is decided when it
 is taken in. Invariant: after that a part is ``{"type": "image", "image": Image}``, whose bytes are what servers are
-sent and what is trained; two messages are the same where their images are, byte for byte.
+sent; two messages are the same where their images are, byte for byte.
 """
 
 from collections import OrderedDict
@@ -14,7 +14,7 @@ from typing import Any
 
 from areal_async.api import Message
 from areal_async.errors import RolloutError, WorkflowError
-from areal_async.process.image_threads import run_beside
+from areal_async.process import side_threads
 from areal_async.vision.images import Image, ImageError, take_image
 from areal_async.vision.parts import is_image
 from areal_async.vision.spec import VisionSpec
@@ -86,7 +86,7 @@ class ImageIntake:
                 "a model that sees (Qwen3-VL, Qwen2.5-VL)"
             )
         try:
-            return {"type": "image", "image": await run_beside(partial(self._take, _source(part), vision))}
+            return {"type": "image", "image": await side_threads.IMAGES.run(partial(self._take, _source(part), vision))}
         except ImageError as exc:
             raise error(f"{what}: {exc}") from exc
 

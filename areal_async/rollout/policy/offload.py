@@ -4,20 +4,16 @@ Tokenizers of the ``tokenizers`` library let the interpreter go meanwhile. A sho
 thread would; a long one waits for one of a few threads.
 """
 
-import asyncio
-import contextvars
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
+from areal_async.process.side_threads import SideThreads
 from areal_async.rollout.policy.text import LONG_TEXT_CHARACTERS
 
 T = TypeVar("T")
 
 NUM_THREADS = 2
-_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="areal_async_tokenizing")
-"""A bound of its own: a caller that is cancelled leaves its thread to its work, and nobody else gets a third."""
+_threads = SideThreads(NUM_THREADS, "tokenizing")
 
 
 def is_long(*parts: Any) -> bool:
@@ -37,8 +33,7 @@ def is_long(*parts: Any) -> bool:
 
 async def run_beside(work: Callable[[], T]) -> T:
     """Run what takes long in one of the threads for it; where the caller is cancelled, what has begun ends unheard."""
-    context = contextvars.copy_context()
-    return await asyncio.get_running_loop().run_in_executor(_threads, partial(context.run, work))
+    return await _threads.run(work)
 
 
 async def beside_if_long(work: Callable[[], T], *parts: Any) -> T:

@@ -30,23 +30,29 @@ class ImageSweep:
         self._is_newest = is_newest
         self._changed = Bell()
         self._sweeping = anyio.Lock()
+        self._is_empty = True
 
     def notify(self) -> None:
         """Have it look at once: groups are over."""
         self._changed.ring()
 
     async def run(self, on_room: Callable[[StreamRoom], None]) -> None:
-        """Sweep and tell of the room, at the begin, whenever groups are over, and each second, until cancelled."""
+        """Sweep and tell of the room at the begin, each second, and whenever groups are over, until cancelled.
+
+        Where nothing is stored, as in a run without images, groups that are over change nothing: the broker is not
+        asked for each.
+        """
         while True:
             num_seen = self._changed.num_rings
             on_room(await self.sweep())
             with anyio.move_on_after(POLL_S):
-                await self._changed.wait(num_seen)
+                await (anyio.sleep_forever() if self._is_empty else self._changed.wait(num_seen))
 
     async def sweep(self) -> StreamRoom:
         """Remove the images of groups that are over; return the room that there is then."""
         async with self._sweeping:
             room, num_messages = await self._measure()
+            self._is_empty = not num_messages
             if num_messages:
                 gone = await self._bus.images.sweep(lambda one: not self._is_over(one), is_newest=self._is_newest)
                 if gone:
