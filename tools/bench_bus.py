@@ -169,7 +169,7 @@ async def settle_ours(trainer: Bus, sweep: Sweep, consumer: str, num_groups: int
         async with read_done, taken:
             async for deliveries in taken:
                 placed = _batch_slots(deliveries)
-                trajectories, missing = await fetch(trainer, placed) if reads else ({}, [])
+                trajectories, missing, _ = await fetch(trainer, placed) if reads else ({}, {}, {})
                 assert not missing
                 assert not reads or len(trajectories) == len(placed)
                 await read_done.send(deliveries)

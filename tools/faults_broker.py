@@ -159,7 +159,7 @@ async def _fetch_large(bus: Bus, consumer: str) -> SlotCounts:
                 stored = decode_headers(one.headers, sequence=one.sequence, num_bytes=one.num_bytes)
                 slots = [CutSlot(slot=slot, sequence=one.sequence) for slot in stored.slots]
                 groups.append(CutGroup(group_id=stored.group_id, workflow=stored.workflow, slots=slots))
-    found, missing = await fetch(bus, slots_of(Cut(lineage=1, step=1, groups=groups)))
+    found, missing, _ = await fetch(bus, slots_of(Cut(lineage=1, step=1, groups=groups)))
     return SlotCounts(acked=NUM_LARGE, stored=len(found), lost=[str(key) for key in missing][: NUM_LARGE - len(found)])
 
 

@@ -145,9 +145,9 @@ class RolloutSettings(Section):
     """How long a finished sibling waits for others to travel with."""
     max_stream_bytes: int = Field(default=4 << 30, ge=1 << 20)
     """Disk for trajectories that are not trained yet; when full, producers wait. A group of the largest must fit."""
-    max_image_stream_bytes: int = Field(default=MIN_IMAGE_STREAM_BYTES, ge=MIN_IMAGE_STREAM_BYTES)
-    """Disk for images of groups that are not trained yet; from 80 % of it on the trainer makes room. The least is for
-    runs without images."""
+    max_image_stream_bytes: int = Field(default=1 << 30, ge=MIN_IMAGE_STREAM_BYTES)
+    """Disk for images of groups that are not trained yet; from 80 % of it on the trainer makes room, and no group is
+    admitted that shows one."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -10,7 +10,7 @@ from areal_async.bus import Bus, StreamState
 from areal_async.bus.api import MissingError
 from areal_async.bus.streams import all_streams
 from areal_async.config.resumed import EMBEDDED
-from areal_async.config.settings import MIN_IMAGE_STREAM_BYTES, Settings
+from areal_async.config.settings import Settings
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Notify
@@ -70,7 +70,9 @@ def _vital(names: Names) -> dict[str, str]:
 def _others(settings: Settings) -> dict[str, str]:
     """Return the streams that a run goes on without, each with what is gone."""
     names = settings.names
-    has_images = settings.rollout.max_image_stream_bytes > MIN_IMAGE_STREAM_BYTES  # others may be older than the stream
+    has_images = (
+        "max_image_stream_bytes" in settings.rollout.model_fields_set
+    )  # a record from before the stream lacks it
     images = {names.images_stream: "the groups under way whose images it held fail, and are tried again"}
     return (images if has_images else {}) | {
         names.eval_stream: "an evaluation that was under way is asked again",

@@ -143,16 +143,15 @@ class GroupRun:
                 ]
                 for policy in policies:
                     policy.record.refuses_truncation = not workflow.rollout.accept_truncation_bias
-                    policy.record.refuses_images = True
                 call = WorkflowCall(workflow, policies, work=self._work(slots[0], name), clock=self._node.clock)
                 trajectories = await call.fill(ticket.prompt, slots)
                 spans.note_trajectories(span, trajectories)
         finally:
             counts.num_trajectories_running -= len(slots)
-        for trajectory in trajectories:
+        for trajectory, policy in zip(trajectories, policies, strict=True):
             if trajectory.slot.sibling in self._siblings:
                 counts.add(trajectory.slot)
-                self._outbox.put(trajectory)
+                self._outbox.put(trajectory, policy.record.images)
 
     def _work(self, first: SlotSpec, name: str) -> Work:
         return Work(

@@ -1,13 +1,14 @@
 """The outbox of one group: finished slots travel together, and reach the stream whatever happens to it.
 
 Invariant: a message's content and id are frozen at its first send, so that every retry is the same message
-and is stored once. A full stream makes the group wait, for ever but visibly; nothing is dropped. What is
-acknowledged is noted apart from the broker (``publish_log``).
+and is stored once. What a trajectory shows is stored before it. A full stream makes the group wait, for ever but
+visibly; nothing is dropped. What is acknowledged is noted apart from the broker (``publish_log``).
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import anyio
@@ -16,14 +17,16 @@ import msgspec
 
 from areal_async.bus import Bus
 from areal_async.config.settings import MESSAGE_BYTES
+from areal_async.errors import StoredImageError, UserError
 from areal_async.process.bell import Bell
 from areal_async.protocol.publish_log import STAMP_HEADER, ProducerSequence, PublishLog, encode_stamp
-from areal_async.protocol.types import Slot, Ticket, Trajectory
+from areal_async.protocol.types import ImageRef, Slot, Ticket, Trajectory
 from areal_async.protocol.wire import encode_message, max_encoded_bytes
 from areal_async.rollout.backpressure import Backpressure
 from areal_async.rollout.rewards.reply_rewards import credit_bytes
 from areal_async.rollout.slots import MAX_REASON_CHARACTERS, failed_trajectory
 from areal_async.telemetry import spans
+from areal_async.vision.images import Image
 
 FLUSH_DEADLINE_S = 10.0
 """How long a group that is cancelled goes on storing what is finished."""
@@ -33,6 +36,12 @@ MIN_REASON_CHARACTERS = 60
 """Length to which a failed sibling's reason is cut at most, where those of a whole group share the headers."""
 SLOT_HEADER_BYTES = 512
 """Size of one slot in the headers, beside its reason and its credits."""
+
+
+class _Finished(NamedTuple):
+    trajectory: Trajectory
+    images: Mapping[str, Image]
+    """SHA-256 -> each that it shows, and perhaps others."""
 
 
 class _Frozen(NamedTuple):
@@ -69,13 +78,14 @@ class Outbox:
         self._backpressure = backpressure
         self._publish_log = publish_log
         self._max_bytes = max_bytes
-        self._ready: list[Trajectory] = []
+        self._ready: list[_Finished] = []
+        self._stored_images: set[ImageRef] = set()
         self._changed = Bell()
         self._in_flight: _Frozen | None = None
 
-    def put(self, trajectory: Trajectory) -> None:
-        """Hand over a finished slot."""
-        self._ready.append(trajectory)
+    def put(self, trajectory: Trajectory, images: Mapping[str, Image] = MappingProxyType({})) -> None:
+        """Hand over a finished slot, with the images that it shows by their SHA-256."""
+        self._ready.append(_Finished(trajectory, images))
         self._changed.ring()
 
     async def run(self) -> None:
@@ -83,8 +93,8 @@ class Outbox:
 
         consumes:     finished slots
         waits for:    the next one, then ``linger_s`` for others to travel with it
-        produces:     messages on the group's trajectory subject
-        unblocked by: the stream having room
+        produces:     the images of the group that are not stored yet, then messages on its trajectory subject
+        unblocked by: the streams having room
         When cancelled it stores, for a bounded time, what is finished.
         """
         try:
@@ -106,6 +116,7 @@ class Outbox:
         while self._ready or self._in_flight:
             # Kept while it is being sent: a cancelled send is repeated as it was.
             if self._in_flight is None:
+                await self._store_images()
                 async with self._backpressure.encoding:
                     self._in_flight = self._freeze()
                     await anyio.lowlevel.checkpoint()
@@ -119,17 +130,36 @@ class Outbox:
             self.num_left -= len(message.slots)
             self._in_flight = None
 
+    async def _store_images(self) -> None:
+        """Store what the finished slots show; one whose image cannot be stored has failed."""
+        number = 0
+        while number < len(self._ready):
+            trajectory, images = self._ready[number]
+            try:
+                for ref in self._unstored(trajectory):
+                    put = partial(self._bus.images.put, self._ticket.group_id, ref, images[ref.sha256].data)
+                    await self._backpressure.store(put, number=self._ticket.number)
+                    self._stored_images.add(ref)
+            except (UserError, StoredImageError) as exc:
+                self._ready[number] = _Finished(failed_trajectory(trajectory.slot, str(exc)), {})
+            number += 1
+
+    def _unstored(self, trajectory: Trajectory) -> list[ImageRef]:
+        shown = dict.fromkeys(ref for sequence in trajectory.sequences for ref in sequence.images or ())
+        return [ref for ref in shown if ref not in self._stored_images]
+
     def _freeze(self) -> _Frozen:
-        """Take as many finished slots as fit into one message."""
-        taken = [self._ready.pop(0)]
+        """Take as many finished slots as fit into one message; no image of the first is missing."""
+        taken = [self._ready.pop(0).trajectory]
         num_bytes = max_encoded_bytes(taken[0])
         num_header_bytes = header_bytes(taken[0])
         while self._ready:
-            num_bytes += max_encoded_bytes(self._ready[0])
-            num_header_bytes += header_bytes(self._ready[0])
-            if num_bytes > self._max_bytes or num_header_bytes > MAX_HEADER_BYTES:
+            following = self._ready[0].trajectory
+            num_bytes += max_encoded_bytes(following)
+            num_header_bytes += header_bytes(following)
+            if num_bytes > self._max_bytes or num_header_bytes > MAX_HEADER_BYTES or self._unstored(following):
                 break
-            taken.append(self._ready.pop(0))
+            taken.append(self._ready.pop(0).trajectory)
         ticket = self._ticket
         payload, headers, slots = encode_message(taken, ticket)
         sequence = self._publish_log.stamp()

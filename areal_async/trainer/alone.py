@@ -58,12 +58,14 @@ class Material(msgspec.Struct):
     """Slots that no rank has."""
     payloads: dict[int, bytes]
     """Encoded trajectories of the other slots, by position."""
+    images: dict[str, bytes]
+    """SHA-256 -> each image that they show, a PNG."""
 
     @classmethod
     def of(cls, shard: RankShard, missing: Sequence[SlotKey], *, start: Version) -> Self:
         """Take a shard that is the whole of a cut."""
         payloads = {position: encode_trajectory(one) for position, one in shard.trajectories.items()}
-        return cls(cut=shard.cut, start=str(start), missing=list(missing), payloads=payloads)
+        return cls(cut=shard.cut, start=str(start), missing=list(missing), payloads=payloads, images=shard.images)
 
     def shard(self) -> RankShard:
         """Return what ``of`` was given."""
@@ -73,7 +75,9 @@ class Material(msgspec.Struct):
             if (payload := self.payloads.get(slot.position)) is not None:
                 header = msgspec.structs.replace(slot.header, crc32=zlib.crc32(payload), index=0)
                 trajectories[slot.position] = decode_slot([memoryview(payload)], header)
-        return RankShard(cut=self.cut, slots=slots, mine=slots, trajectories=trajectories, missing={})
+        return RankShard(
+            cut=self.cut, slots=slots, mine=slots, trajectories=trajectories, missing={}, images=self.images
+        )
 
 
 class Alone:

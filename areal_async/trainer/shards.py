@@ -5,6 +5,7 @@ It goes the same way in a run, in a replay, and where a failing group is looked 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -81,6 +82,7 @@ class ShardTrainer:
         trajectories = {slot.position: shard.trajectories[slot.position] for slot in mine}
         rows, ages = build_rows(
             trajectories,
+            images=shard.images,
             advantages=batch.advantages,
             cut=cut,
             start=start,
@@ -161,6 +163,7 @@ class ShardTrainer:
 def build_rows(
     trajectories: Mapping[int, Trajectory],
     *,
+    images: Mapping[str, bytes] = MappingProxyType({}),
     advantages: Mapping[int, NDArray[np.float32]],
     cut: Cut,
     start: Version,
@@ -170,6 +173,7 @@ def build_rows(
 
     Args:
         trajectories: by position in the batch.
+        images: SHA-256 -> each that they show, a PNG.
         advantages: by the same; of each credited reply, or the one of a trajectory without credits.
         cut: of the step that runs now; it may have over-age tokens masked: left out of the loss and counted.
         start: the version the step starts from, in the lineage that trains.
@@ -214,6 +218,7 @@ def build_rows(
                     ages=ages_L,
                     temperature=tempered,
                     turns=sequence.turns,
+                    images=tuple(images[image.sha256] for image in sequence.images or ()),
                     index=position,
                 )
             )

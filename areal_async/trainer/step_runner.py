@@ -70,7 +70,7 @@ class StepRunner:
         self._ranks = self._dims.all
         self.rank = self._ranks.rank
         self._shards = ShardTrainer(self.settings, engines=self.engines, threads=self.threads)
-        self._limits = TrainingLimits(self.settings, vocab_size=self.engines.vocab_size)
+        self._limits = TrainingLimits(self.settings, vocab_size=self.engines.vocab_size, vision=self.engines.vision)
         self.fetcher = ShardFetcher(
             bus=self.bus, limits=self._limits, own_slots=self._shards.own_slots, lineage=self.lineage
         )

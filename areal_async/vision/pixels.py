@@ -25,7 +25,7 @@ def patches(png: bytes, spec: VisionSpec) -> NDArray[np.float32]:
     Raises:
         ImageError: it is no such image of this model.
     """
-    pixels = _decode(png, spec)
+    pixels = decode(png, spec)
     normalized = pixels.astype(np.float32)
     normalized /= 255
     normalized -= spec.mean
@@ -38,8 +38,14 @@ def patches(png: bytes, spec: VisionSpec) -> NDArray[np.float32]:
     return np.repeat(by_patch, spec.temporal_patch_size, axis=2).reshape(len(by_patch), -1)
 
 
-def _decode(png: bytes, spec: VisionSpec) -> NDArray[np.uint8]:
-    """Return the pixels [height, width, 3]; the header is held against the model before any of them is decoded."""
+def decode(png: bytes, spec: VisionSpec) -> NDArray[np.uint8]:
+    """Return the pixels of an image that was taken in [height, width, 3].
+
+    The header is held against the model before any of them is decoded.
+
+    Raises:
+        ImageError: it is no such image of this model.
+    """
     import PIL.Image  # here: text alone does not need it
 
     with (

@@ -9,6 +9,7 @@ stand between the two marks of their image and nowhere else: a row where a model
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,16 +72,10 @@ def positions(ids: Sequence[int], grids: Sequence[Grid], spec: VisionSpec) -> tu
     Source: multimodal rotary embedding (M-RoPE), Qwen2-VL, section 2.1.
     """
     row = np.asarray(ids, dtype=np.int64)
-    starts, ends = _images(row, spec)
-    _check_count(len(starts), grids)
+    starts, ends = check_grids(row, grids, spec)
     placed = np.empty((3, len(row)), dtype=np.int64)
     num_placed, position = 0, 0
     for start, end, grid in zip(starts.tolist(), ends.tolist(), grids, strict=True):
-        if end - start != spec.num_tokens(grid):
-            raise ValueError(
-                f"row: got {end - start} placeholders for the image at token {start}, need {spec.num_tokens(grid)}; "
-                "expand it"
-            )
         placed[:, num_placed:start] = np.arange(position, position + start - num_placed)
         position += start - num_placed
         height, width = grid.h // spec.merge_size, grid.w // spec.merge_size
@@ -92,7 +87,26 @@ def positions(ids: Sequence[int], grids: Sequence[Grid], spec: VisionSpec) -> tu
     return placed, position + num_left - len(row)
 
 
-def _images(row: NDArray[np.int64], spec: VisionSpec) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def check_grids(
+    ids: NDArray[np.integer[Any]], grids: Sequence[Grid], spec: VisionSpec
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where the placeholders of each image of an expanded row start and end, both [images].
+
+    Raises:
+        ValueError: there are more or fewer images than grids, one has another number of tokens, or a mark is missing.
+    """
+    starts, ends = _images(ids, spec)
+    _check_count(len(starts), grids)
+    for start, end, grid in zip(starts.tolist(), ends.tolist(), grids, strict=True):
+        if end - start != spec.num_tokens(grid):
+            raise ValueError(
+                f"row: got {end - start} placeholders for the image at token {start}, need {spec.num_tokens(grid)}; "
+                "expand it"
+            )
+    return starts, ends
+
+
+def _images(row: NDArray[np.integer[Any]], spec: VisionSpec) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return where the placeholders of each image start and end, both [images]."""
     is_placeholder = row == spec.image_token_id
     edges = np.flatnonzero(np.diff(is_placeholder, prepend=False, append=False))

@@ -112,7 +112,7 @@ class Training:
                 await self._feed.on_checkpoint(step - 1)
                 self._feed.notify()
                 continue
-            found, missing = await fetch(self._bus, slots_of(entry))
+            found, missing, _ = await fetch(self._bus, slots_of(entry))
             assert not missing
             assert len(found) == sum(len(group.slots) for group in entry.groups)
             self.trained.update((group.group_id, item.slot.sibling) for group in entry.groups for item in group.slots)

@@ -13,6 +13,7 @@ import pytest
 
 from areal_async.bus import Bus, Role, declare
 from areal_async.config.settings import (
+    MIN_IMAGE_STREAM_BYTES,
     BusSettings,
     DatasetSettings,
     EvalSettings,
@@ -57,7 +58,13 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(
         run=RunSettings(name="test", directory=tmp_path, steps=2, max_failed_groups=3),
         tasks=(TaskSettings(workflow="w.py", dataset=DatasetSettings(path="x")),),
-        rollout=RolloutSettings(group_size=2, min_group_size=1, batch_groups=2, max_staleness=1),
+        rollout=RolloutSettings(
+            group_size=2,
+            min_group_size=1,
+            batch_groups=2,
+            max_staleness=1,
+            max_image_stream_bytes=MIN_IMAGE_STREAM_BYTES,
+        ),
         eval=EvalSettings(every_steps=0),
         bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
     )

@@ -31,6 +31,7 @@ from areal_async.protocol.types import Admitted, Outcome, OutcomeKind
 from areal_async.protocol.wire import decode_headers
 from areal_async.rollout.backpressure import Backpressure
 from areal_async.rollout.publish import Outbox
+from areal_async.vision.images import Image
 from tests.brokers import OpenRole
 from tests.bus.stored import ref_of, ticket, trajectory
 
@@ -72,8 +73,9 @@ async def produce(
         bus, ticket(group_id, group_size=2), producer="n.ab", num_expected=len(siblings), linger_s=10.0,
         backpressure=Backpressure(), publish_log=receipts,
     )  # fmt: skip
+    refs, images = [ref_of(image)] if image else None, {ref_of(image).sha256: Image(image, 8, 8)}
     for sibling in siblings:
-        outbox.put(trajectory(group_id, sibling, images=[ref_of(image)] if image else None))
+        outbox.put(trajectory(group_id, sibling, images=refs), images)
     await outbox.run()
 
 

@@ -14,7 +14,7 @@ import pytest
 from areal_async.bus import Bus, EmbeddedBroker, Role, take_trainer_consumer
 from areal_async.bus.connection import Received
 from areal_async.bus.inbox import Inbox
-from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
+from areal_async.config.settings import MIN_IMAGE_STREAM_BYTES, BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.errors import FencedError, StreamFullError, WireError
 from areal_async.protocol import wire
 from areal_async.protocol.journal import Journal
@@ -51,7 +51,13 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(
         run=RunSettings(name="test", directory=tmp_path, steps=2),
         rollout=RolloutSettings(
-            group_size=2, min_group_size=2, batch_groups=2, max_staleness=1, max_attempts=2, max_stream_bytes=64 << 20
+            group_size=2,
+            min_group_size=2,
+            batch_groups=2,
+            max_staleness=1,
+            max_attempts=2,
+            max_stream_bytes=64 << 20,
+            max_image_stream_bytes=MIN_IMAGE_STREAM_BYTES,
         ),
         bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
     )
@@ -305,7 +311,7 @@ async def test_a_new_lineage_gets_everything_unacked_again_and_fences_the_old(
     async with running(second, settings, first_step=2) as new:
         assert new.lineage.number == zombie.number + 1
         assert new.reader.journal.steps_to_replay() == [1]
-        found, missing = await fetch(second, slots_of(new.reader.journal.cuts[1]))
+        found, missing, _ = await fetch(second, slots_of(new.reader.journal.cuts[1]))
         assert (len(found), missing) == (4, {})
 
         with pytest.raises(FencedError):
@@ -395,7 +401,7 @@ async def test_a_payload_that_is_gone_or_not_where_it_was_seen_is_told_apart(
     )
     await store(node, "0-0-0", [0], group_size=2)  # a feed would take it for a duplicate, and remove it
 
-    found, missing = await fetch(trainer, placed)
+    found, missing, _ = await fetch(trainer, placed)
 
     assert list(missing) == [("0-0-0", 1)]
     assert sorted(found) == [one.position for one in placed if one.key != ("0-0-0", 1)]
@@ -514,7 +520,7 @@ async def test_messages_of_a_cut_to_be_replayed_stay_whatever_a_run_takes_now(
     fewer = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"group_size": 1})})
     async with running(second, fewer) as new:
         (outcome,) = await new.outcomes(1)  # of what came last
-        found, missing = await fetch(new.bus, slots_of(cut))
+        found, missing, _ = await fetch(new.bus, slots_of(cut))
 
     assert "got a group of 2, need 1" in outcome.reason
     assert outcome.group_id == "0-2-0"
@@ -611,7 +617,7 @@ async def test_mask_goes_on_without_the_straggler_and_trains_what_of_it_is_fresh
         cut = await station.cut(3)
         assert {group.group_id for group in cut.groups} == {"0-2-0", "0-9-0"}
         assert cut.masks_stale
-        found, _ = await fetch(trainer, slots_of(cut))
+        found, _, _ = await fetch(trainer, slots_of(cut))
         _, stats = build_rows(
             found,
             advantages=dict.fromkeys(found, np.zeros(1, dtype=np.float32)),

@@ -61,7 +61,7 @@ async def test_a_group_of_four_megabytes_each_goes_through_to_a_reader_that_is_b
     missing: list[SlotKey] = []
 
     async def fetch_them() -> None:
-        by_position, gone = await fetch(trainer, placed)
+        by_position, gone, _ = await fetch(trainer, placed)
         found.update(by_position)
         missing.extend(gone)
 

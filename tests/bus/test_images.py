@@ -259,8 +259,9 @@ async def test_a_stream_of_images_is_not_made_smaller_than_what_it_holds(
     data = image(9 << 20)
     await node.images.put(GROUP, ref_of(data), data)
 
+    smaller = RolloutSettings(max_image_stream_bytes=MIN_IMAGE_STREAM_BYTES)
     with pytest.raises(UserError, match=r"rollout\.max_image_stream_bytes: got 8388608, need at least the 94"):
-        await declare(operator, settings.model_copy(update={"rollout": RolloutSettings()}))
+        await declare(operator, settings.model_copy(update={"rollout": smaller}))
 
 
 async def test_a_chunk_is_stored_after_the_one_before_it_alone(open_role: OpenRole) -> None:

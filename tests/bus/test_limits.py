@@ -18,7 +18,7 @@ from areal_async.bus.streams import (
     reserved_bytes,
     stream_configs,
 )
-from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
+from areal_async.config.settings import MIN_IMAGE_STREAM_BYTES, BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.tasks import Tasks
 from areal_async.errors import StreamFullError, UserError
@@ -52,7 +52,9 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setattr("areal_async.bus.streams.ROOM_BYTES", ROOM_BYTES)
     return Settings(
         run=RunSettings(name="test", directory=tmp_path),
-        rollout=RolloutSettings(max_stream_bytes=MAX_BYTES, max_trajectory_bytes=1 << 15),
+        rollout=RolloutSettings(
+            max_stream_bytes=MAX_BYTES, max_trajectory_bytes=1 << 15, max_image_stream_bytes=MIN_IMAGE_STREAM_BYTES
+        ),
         bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=64 << 20),
     )
 

@@ -277,7 +277,7 @@ async def test_a_payload_that_belies_its_header_is_missing_from_its_cut_and_a_de
         await node.publish(names.trajectories(WORKFLOW, "0-0-0"), payload, headers=headers)
         await store(node, "0-1-0", [0, 1], group_size=2)
 
-        found, missing = await fetch(station.bus, slots_of(await station.cut(1)))
+        found, missing, _ = await fetch(station.bus, slots_of(await station.cut(1)))
 
     assert list(missing) == [("0-0-0", 0)]
     assert len(found) == 3

@@ -204,11 +204,6 @@ class RecordingPolicy:
         return partial(self._conversations.open, messages, self._schemas(tools), rooms=self._turns.rooms())
 
     def _noted(self, rendered: RenderedPrompt) -> RenderedPrompt:
-        if rendered.images and self.record.refuses_images:
-            raise WorkflowError(
-                "policy call: got an image in a run, which does not train on images yet; show it to a frozen policy, "
-                "or use try or eval"
-            )
         self.record.num_breaks += rendered.is_break
         return rendered
 

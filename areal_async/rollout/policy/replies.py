@@ -37,8 +37,6 @@ class ReplyRecord:
     """What a trainer can pack: no answer goes beyond it. None where nothing is trained."""
     refuses_truncation: bool = False
     """Its tokens are trained, and nobody has accepted the bias of those that were cut away."""
-    refuses_images: bool = False
-    """Its tokens are trained, and the trainer is not sent what they show."""
 
 
 class ReplyRecorder:

@@ -12,17 +12,27 @@ import numpy as np
 from areal_async.config.settings import Settings
 from areal_async.errors import WireError
 from areal_async.protocol.fields import MAX_INFO, MAX_INFO_KEYS, MAX_LOGPROB, MAX_REWARD, OWN_INFO, is_info_key
-from areal_async.protocol.types import Cut, Sequence, Slot, SlotStatus, StoredMessage, Trajectory, Version
+from areal_async.protocol.types import Cut, ImageRef, Sequence, Slot, SlotStatus, StoredMessage, Trajectory, Version
 from areal_async.trainer.batch.cut import ages_in
+from areal_async.vision.images import ImageError
+from areal_async.vision.pixels import decode
+from areal_async.vision.rows import check_grids
+from areal_async.vision.spec import VisionSpec
 
 
 class TrainingLimits:
     """Limits of the trajectories that one run can train."""
 
-    def __init__(self, settings: Settings, *, vocab_size: int | None = None) -> None:
-        """``vocab_size``: tokens that every model of the step has; ``None`` where headers alone are checked."""
+    def __init__(self, settings: Settings, *, vocab_size: int | None = None, vision: VisionSpec | None = None) -> None:
+        """Take what is known of the models of the step.
+
+        Args:
+            vocab_size: tokens that every model has; ``None`` where headers alone are checked.
+            vision: how they see; ``None`` where one does not.
+        """
         self._settings = settings
         self._vocab_size = vocab_size
+        self._vision = vision
         self._tasks = {task.name for task in settings.tasks}
 
     def check_message(self, message: StoredMessage) -> None:
@@ -59,6 +69,22 @@ class TrainingLimits:
             raise WireError(f"{what}: got {num_sampled} sampled tokens, its header says {slot.num_output_tokens}")
         _check_info(trajectory.info, what)
 
+    def check_image(self, image: ImageRef, data: bytes) -> None:
+        """Hold an image's file against what its name says and the model takes. It takes as long as decoding does.
+
+        Raises:
+            WireError: it cannot be shown.
+        """
+        what = f"image {image.sha256}"
+        if self._vision is None:
+            raise WireError(f"{what}: got an image, which the model cannot see")
+        try:
+            height, width, _ = decode(data, self._vision).shape
+        except ImageError as exc:
+            raise WireError(f"{what}: {exc}") from exc
+        if (width, height) != (image.width, image.height):
+            raise WireError(f"{what}: got {width} x {height} pixels, need {image.width} x {image.height}")
+
     def _check_slot(self, slot: Slot, what: str) -> None:
         if not 0 < slot.num_tokens >= slot.num_output_tokens:
             raise WireError(f"{what}: got {slot.num_output_tokens} sampled tokens of {slot.num_tokens}")
@@ -88,6 +114,20 @@ class TrainingLimits:
         furthest = float(np.abs(sequence.logprobs).max())
         if furthest > MAX_LOGPROB:
             raise WireError(f"{what}: got a logprob of size {furthest:g}, need at most {MAX_LOGPROB:g}")
+        self._check_images(sequence, what)
+
+    def _check_images(self, sequence: Sequence, what: str) -> None:
+        """Hold the tokens that stand for images against how many the model's images of these sizes have."""
+        vision, images = self._vision, sequence.images or []
+        if vision is None:
+            if images:
+                raise WireError(f"{what}: got {len(images)} images, which the model cannot see")
+            return
+        try:
+            grids = [vision.grid_of(image.width, image.height) for image in images]
+            check_grids(sequence.token_ids, grids, vision)
+        except ValueError as exc:
+            raise WireError(f"{what}: {exc}") from exc
 
 
 def _check_ages(sequence: Sequence, what: str, *, cut: Cut, lineage: int) -> None:

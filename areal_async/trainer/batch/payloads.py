@@ -2,20 +2,23 @@
 
 The headers in the cut decide everything that ranks must agree on (shards, advantages, positions), so no
 rank needs another's tokens. A payload is found by its stream sequence, which is a hint, and proved by id and
-checksum; where the hint fails, the group's subject is searched.
+checksum; where the hint fails, the group's subject is searched. What it shows is in the stream of images, under the
+hash of its bytes.
 """
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import anyio
 
 from areal_async.bus import Bus
 from areal_async.errors import WireError
-from areal_async.protocol.types import Cut, CutSlot, Slot, Trajectory, Version
+from areal_async.process import side_threads
+from areal_async.protocol.types import Cut, CutSlot, ImageRef, Slot, Trajectory, Version
 from areal_async.protocol.wire import decode_headers, decode_slot, decode_trajectory, split_message
 from areal_async.telemetry import spans, wait_graph
 from areal_async.trainer.batch.limits import TrainingLimits
@@ -30,6 +33,8 @@ GONE = "its stored payload is gone"
 """Why a slot is missing that is not refused: nobody can say whether it was trained."""
 Check = Callable[[Trajectory], None]
 """Raises ``WireError`` for what cannot be trained (``limits``)."""
+CheckImage = Callable[[ImageRef, bytes], None]
+"""Raises ``WireError`` for a file that cannot be shown to the model; called in a thread beside the loop."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +69,19 @@ class RankShard:
     """Payloads of ``mine``, by position in the batch."""
     missing: dict[SlotKey, str]
     """Slots of ``mine`` that cannot be trained, each with why."""
+    images: dict[str, bytes] = field(default_factory=dict)
+    """SHA-256 -> each image that ``trajectories`` show, a PNG."""
+
+
+class Fetched(NamedTuple):
+    """Payloads of some slots."""
+
+    trajectories: dict[int, Trajectory]
+    """By position in the batch."""
+    missing: dict[SlotKey, str]
+    """Slots whose payload is gone, damaged or refused, each with why."""
+    images: dict[str, bytes]
+    """SHA-256 -> each image that the trajectories show, a PNG."""
 
 
 def slots_of(cut: Cut) -> list[BatchSlot]:
@@ -118,18 +136,17 @@ class ShardFetcher:
             spans.part_of_step(Version(self.lineage, cut.step), "fetch", num_slots=len(mine)),
         ):
             check = functools.partial(self.limits.check_trajectory, cut=cut, lineage=self.lineage)
-            trajectories, missing = await fetch(self.bus, mine, check)
-        return RankShard(cut=cut, slots=slots, mine=mine, trajectories=trajectories, missing=missing)
+            found = await fetch(self.bus, mine, check, self.limits.check_image)
+        return RankShard(cut=cut, slots=slots, mine=mine, **found._asdict())
 
 
 async def fetch(
-    bus: Bus, slots: Sequence[BatchSlot], check: Check = lambda _: None
-) -> tuple[dict[int, Trajectory], dict[SlotKey, str]]:
-    """Get and verify the payloads of some slots.
-
-    Returns:
-        Trajectories by position, and the slots whose payload is gone, damaged or refused by ``check``, each with why.
-    """
+    bus: Bus,
+    slots: Sequence[BatchSlot],
+    check: Check = lambda _: None,
+    check_image: CheckImage = lambda _, __: None,
+) -> Fetched:
+    """Get and verify the payloads of some slots, and what they show."""
     by_message: dict[tuple[str, str, int], list[BatchSlot]] = defaultdict(list)
     for slot in slots:
         by_message[slot.group_id, slot.workflow, slot.item.sequence].append(slot)
@@ -154,7 +171,47 @@ async def fetch(
     async with anyio.create_task_group() as fetching:
         for (_, _, sequence), same in by_message.items():
             fetching.start_soon(fetch_message, sequence, same)
-    return found, dict(sorted(missing.items()))
+    images, refused = await _fetch_images(bus, _shown(slots, found), check_image, limiter)
+    for slot in slots:
+        for image in images_of(found[slot.position]) if slot.position in found else ():
+            if (why := refused.get((slot.group_id, image))) is not None:
+                missing[slot.key] = why
+                del found[slot.position]
+                break
+    return Fetched(found, dict(sorted(missing.items())), images)
+
+
+def images_of(trajectory: Trajectory) -> list[ImageRef]:
+    """Return what a trajectory shows, each once."""
+    return list(dict.fromkeys(image for sequence in trajectory.sequences for image in sequence.images or ()))
+
+
+def _shown(slots: Sequence[BatchSlot], found: Mapping[int, Trajectory]) -> list[tuple[str, ImageRef]]:
+    """Return the images of each group, each once."""
+    shown = ((slot.group_id, found[slot.position]) for slot in slots if slot.position in found)
+    return list(dict.fromkeys((group_id, image) for group_id, one in shown for image in images_of(one)))
+
+
+async def _fetch_images(
+    bus: Bus, shown: Iterable[tuple[str, ImageRef]], check: CheckImage, limiter: anyio.CapacityLimiter
+) -> tuple[dict[str, bytes], dict[tuple[str, ImageRef], str]]:
+    """Return the files of images by their hash, and which of a group cannot be shown to the model, with why."""
+    files: dict[str, bytes] = {}
+    refused: dict[tuple[str, ImageRef], str] = {}
+
+    async def fetch_image(group_id: str, image: ImageRef) -> None:
+        async with limiter:
+            try:
+                data = await bus.images.get(group_id, image)
+                await side_threads.IMAGES.run(functools.partial(check, image, data))
+                files[image.sha256] = data
+            except WireError as exc:
+                refused[group_id, image] = str(exc)
+
+    async with anyio.create_task_group() as fetching:
+        for group_id, image in shown:
+            fetching.start_soon(fetch_image, group_id, image)
+    return files, refused
 
 
 def _read(blobs: Sequence[memoryview], slot: Slot, check: Check) -> Trajectory | None:

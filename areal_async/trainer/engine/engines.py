@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from areal_async.trainer.engine.critic import CriticEngine
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.resharder import Resharder, RowInference, hold_same_rows
 from areal_async.trainer.engine.policy import FsdpEngine, ReferenceEngine
+from areal_async.trainer.engine.sharded import ModelEngine
 from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.packing.rows import TrainRow
+from areal_async.vision.spec import VisionSpec
 
 T = TypeVar("T")
 
@@ -67,8 +69,16 @@ class Engines:
     @property
     def vocab_size(self) -> int:
         """Tokens that every model of the step has."""
-        models = (self.actor, self.critic, self.reference)
-        return min(model.vocab_size for model in models if model is not None)
+        return min(model.vocab_size for model in self._models)
+
+    @property
+    def vision(self) -> VisionSpec | None:
+        """How the models of the step see; None where one does not."""
+        return self.actor.vision if all(model.vision for model in self._models) else None
+
+    @property
+    def _models(self) -> "list[ModelEngine[Any]]":
+        return [model for model in (self.actor, self.critic, self.reference) if model is not None]
 
     def change(self, settings: Settings) -> None:
         """Train by these from the next step on; what may not change in a run is as it was."""

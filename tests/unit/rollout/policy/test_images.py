@@ -170,19 +170,6 @@ async def test_room_is_reckoned_with_the_tokens_of_images() -> None:
     assert model.calls == []
 
 
-async def test_images_are_not_shown_where_the_trainer_would_not_see_them() -> None:
-    policy = policy_of(model := ScriptedModel([11, END]))
-    policy.record.refuses_images = True
-
-    with pytest.raises(WorkflowError, match="does not train on images yet"):
-        await policy.chat([shown(picture("red"))])
-    async with policy.stream([shown(picture("red"))]) as stream:
-        with pytest.raises(WorkflowError, match="does not train on images yet"):
-            await anext(aiter(stream))
-    assert model.calls == []
-    assert (await policy.chat([{"role": "user", "content": "hello"}])).token_ids == [11, END]
-
-
 async def test_tool_shows_the_model_what_it_returns() -> None:
     canvas = picture("red")
 

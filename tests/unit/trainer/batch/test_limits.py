@@ -3,15 +3,18 @@
 A small budget of what ``tools/hostile.py`` does with a million messages.
 """
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import PIL.Image
 import pytest
 
 from areal_async.config.settings import Settings
 from areal_async.errors import WireError
+from areal_async.inference.request import ref_of
 from areal_async.protocol import wire
 from areal_async.protocol.fields import MAX_INFO_KEYS
 from areal_async.protocol.types import (
@@ -27,6 +30,8 @@ from areal_async.protocol.types import (
 )
 from areal_async.trainer.batch.limits import TrainingLimits
 from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.vision.images import Image, take_image
+from tests.unit.vision.specs import shipped
 from tools.hostile import ALGORITHMS, Course
 
 SEED = 7
@@ -126,6 +131,86 @@ def test_rewards_for_single_replies_are_refused_where_a_trajectory_has_one() -> 
 
     with pytest.raises(WireError, match="algorithm.name=ppo, which takes one for the whole trajectory"):
         limits.check_trajectory(_trajectory(slot={"credits": [ReplyReward(0.0, 2)]}), cut=CUT, lineage=2)
+
+
+SPEC = shipped("qwen3_vl", min_pixels=64 * 64)
+START, PAD, STOP = SPEC.vision_start_token_id, SPEC.image_token_id, SPEC.vision_end_token_id
+ROOMY = SETTINGS.model_copy(update={"trainer": SETTINGS.trainer.model_copy(update={"token_budget": 64})})
+SEES = TrainingLimits(ROOMY, vision=SPEC)
+
+
+def _shows(images: list[Image], ids: list[int] | None = None) -> Trajectory:
+    """A trajectory whose prompt shows these; ``ids``: the tokens of its prompt instead."""
+    told = [SPEC.num_tokens(SPEC.grid_of(one.width, one.height)) for one in images]
+    prompt = ids or [1, *(token for count in told for token in (START, *[PAD] * count, STOP))]
+    length = len(prompt) + 2
+    return _trajectory(
+        token_ids=np.array([*prompt, 3, 4], dtype=np.int32),
+        loss_mask=np.arange(length) >= length - 2,
+        logprobs=np.zeros(length, dtype=np.float32),
+        versions=np.where(np.arange(length) >= length - 2, Version(2, 4).pack(), -1),
+        images=[ref_of(one) for one in images] or None,
+    )
+
+
+def _taken(color: str, width: int = 64, height: int = 64) -> Image:
+    return take_image(PIL.Image.new("RGB", (width, height), color), SPEC)
+
+
+def test_images_are_accepted_as_the_model_sees_them() -> None:
+    red, blue = _taken("red"), _taken("blue", 64, 96)
+
+    SEES.check_trajectory(_shows([]), cut=CUT, lineage=2)
+    SEES.check_trajectory(_shows([red, blue, red]), cut=CUT, lineage=2)
+    SEES.check_image(ref_of(blue), blue.data)
+
+
+@pytest.mark.parametrize(
+    ("images", "ids", "reason"),
+    [
+        ([_taken("red")], [1, START, PAD, PAD, PAD, STOP], "got 3 placeholders for the image at token 2, need 4"),
+        ([_taken("red", 64, 96)], [1, START, PAD, PAD, PAD, PAD, STOP], "got 4 placeholders .* need 6"),
+        ([_taken("red")], [1, 2, 5], "got 1 images, need 0"),
+        ([], [1, START, PAD, PAD, PAD, PAD, STOP], "got 0 images, need 1"),
+        ([], [1, PAD, 2], "without both marks around"),
+    ],
+)  # fmt: skip
+def test_tokens_that_show_something_else_than_the_images_are_refused(
+    images: list[Image], ids: list[int], reason: str
+) -> None:
+    with pytest.raises(WireError, match=reason):
+        SEES.check_trajectory(_shows(images, ids), cut=CUT, lineage=2)
+
+
+def test_an_image_of_a_size_that_the_model_does_not_take_is_refused() -> None:
+    odd = msgspec.structs.replace(ref_of(_taken("red")), width=65)
+    shows = _shows([_taken("red")])
+    sequence = msgspec.structs.replace(shows.sequences[0], images=[odd])
+
+    with pytest.raises(WireError, match="got 65 x 64 pixels, need positive multiples of 32"):
+        SEES.check_trajectory(msgspec.structs.replace(shows, sequences=[sequence]), cut=CUT, lineage=2)
+
+
+def test_an_image_file_is_held_against_its_name_and_the_model() -> None:
+    red = _taken("red")
+    jpeg = BytesIO()
+    PIL.Image.new("RGB", (64, 64)).save(jpeg, "JPEG")
+
+    with pytest.raises(WireError, match="got 64 x 64 pixels, need 64 x 96"):
+        SEES.check_image(msgspec.structs.replace(ref_of(red), height=96), red.data)
+    for damaged in (red.data[:100], jpeg.getvalue(), b""):
+        with pytest.raises(WireError, match="no whole PNG"):
+            SEES.check_image(ref_of(red), damaged)
+
+
+def test_a_model_that_does_not_see_is_shown_nothing() -> None:
+    red = _taken("red")
+    blind = TrainingLimits(ROOMY)
+
+    with pytest.raises(WireError, match="got 1 images, which the model cannot see"):
+        blind.check_trajectory(_shows([red]), cut=CUT, lineage=2)
+    with pytest.raises(WireError, match="which the model cannot see"):
+        blind.check_image(ref_of(red), red.data)
 
 
 def _message(**given: Any) -> StoredMessage:
