@@ -23,11 +23,10 @@ from areal_async.protocol.wire import decode_headers, decode_trajectory
 from areal_async.sandbox.escape_suite import ESCAPES
 from tools.faults_cases import Case, NotRun, row
 from tools.faults_counts import count_slots
-from tools.faults_run import ENDLESS, FaultRun
+from tools.faults_run import ENDLESS, SMALL_DISK, FaultRun
 from tools.sandbox_abuses import ABUSES
 
 TMPFS_BYTES = 900 << 20
-STREAM_BYTES = 128 << 20
 FULL_S = 10.0
 ALARM_S = 30.0
 """Longest time from a full disk to an alarm; the broker notices with its next write."""
@@ -82,7 +81,7 @@ int clock_gettime(clockid_t id, struct timespec *now) {
 @row("16", "full disk")
 def disk_full(case: Case) -> None:
     with _tmpfs(case, case.directory / "disk") as disk:
-        run = case.new_run(parent=disk, run__steps=12, rollout__max_stream_bytes=STREAM_BYTES)
+        run = case.new_run(parent=disk, run__steps=12, **SMALL_DISK)
         run.start()
         run.wait_for_step(2)
         fill(disk / "ballast")

@@ -16,11 +16,10 @@ from pathlib import Path
 
 from areal_async.bus.server import find_binary
 from tools.faults_cases import Case, NotRun, row
-from tools.faults_run import FaultFailed, FaultRun, send_signal
+from tools.faults_run import SMALL_DISK, FaultFailed, FaultRun, send_signal
 
 IMAGE_BYTES = 2 << 30
 """Sparse; the broker wants a margin."""
-STREAM_BYTES = 128 << 20
 UNMOUNT_DEADLINE_S = 20.0
 SERVER_WITH_LAZY_SYNC = """#!/bin/sh
 # Starts the broker with the interval between syncs that it has by default.
@@ -95,7 +94,7 @@ def _call(*command: str) -> None:
 @row("3", "power cut, everything on one disk", is_random=True, is_quick=True)
 def power_cut(case: Case) -> None:
     with Disk(case.directory).mounted(case) as disk:
-        run = case.new_run(parent=disk.mount_point, run__steps=14, rollout__max_stream_bytes=STREAM_BYTES)
+        run = case.new_run(parent=disk.mount_point, run__steps=14, **SMALL_DISK)
         run.start()
         run.wait_for_step(case.rng.randint(2, 6))
         acknowledged = _publish_logs(run)
@@ -111,9 +110,7 @@ def power_cut(case: Case) -> None:
 def power_cut_in_checkpoint(case: Case) -> None:
     point = ("trainer.before_checkpoint", "trainer.during_checkpoint", "trainer.after_checkpoint")[case.seed % 3]
     with Disk(case.directory).mounted(case) as disk:
-        run = case.new_run(
-            parent=disk.mount_point, run__steps=12, rollout__max_stream_bytes=STREAM_BYTES, faults=f"{point}:2:stop"
-        )
+        run = case.new_run(parent=disk.mount_point, run__steps=12, **SMALL_DISK, faults=f"{point}:2:stop")
         case.note(f"cut at {point} no. 2")
         run.start()
         run.wait_until(lambda: run.has_fired(point) or not run.is_alive, f"{point} to strike")
@@ -133,7 +130,7 @@ def power_cut_with_lazy_sync(case: Case) -> None:
     server.chmod(server.stat().st_mode | stat.S_IXUSR)
     with Disk(case.directory).mounted(case) as disk:
         run = case.new_run(
-            parent=disk.mount_point, run__steps=14, rollout__max_stream_bytes=STREAM_BYTES,
+            parent=disk.mount_point, run__steps=14, **SMALL_DISK,
             environment={"NATS_SERVER": str(server)},
         )  # fmt: skip
         run.start()

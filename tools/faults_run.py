@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from areal_async.config.settings import Settings
+from areal_async.config.settings import MIN_IMAGE_STREAM_BYTES, Settings
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.process.failpoints import FIRED, SPECIFICATION
 from areal_async.telemetry.wait_graph import STALLED
@@ -33,6 +33,8 @@ SMALL = {
     "run.watchdog_s": 60,
     "bus.operation_deadline_s": 60,
 }
+SMALL_DISK = {"rollout__max_stream_bytes": 128 << 20, "rollout__max_image_stream_bytes": MIN_IMAGE_STREAM_BYTES}
+"""Settings of a run whose broker has a disk of some hundred megabytes."""
 ENDLESS = 100_000
 """Steps of a run that is stopped."""
 HELD = "trainer.before_step"

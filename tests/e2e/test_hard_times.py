@@ -67,7 +67,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_is_full_and_stays_so_ends_the_run_with_one_sentence(small_disk: Path) -> None:
     """One that has room again: row 16 of the faults. The sentence: ``tests/unit/cli/test_run.py``."""
     run = Run(
-        small_disk, "full", run__steps=1000, rollout__max_stream_bytes=128 << 20, bus__operation_deadline_s=10,
+        small_disk, "full", run__steps=1000, rollout__max_stream_bytes=128 << 20,
+        rollout__max_image_stream_bytes=8 << 20, bus__operation_deadline_s=10,
     )  # fmt: skip
     process = run.start("--no-display")
     run.wait_for_step(2, process)
