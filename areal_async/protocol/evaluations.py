@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from areal_async.protocol.fields import Count, OptionalVersionText, TokenText, VersionText
-from areal_async.protocol.types import Record
+from areal_async.protocol.fields import Count, OptionalVersionText, TokenText, VersionText, check_places
+from areal_async.protocol.types import Record, RowImages
 
 
 class EvalTicket(Record, frozen=True, kw_only=True):
@@ -19,6 +19,11 @@ class EvalTicket(Record, frozen=True, kw_only=True):
     """Number of earlier tries to ask for it, of which the ticket or the result was lost."""
     sample: Count = 0
     """Which of the answers to that prompt."""
+    images: RowImages = []
+    """Stored before the ticket is, under ``Names.eval_group``."""
+
+    def __post_init__(self) -> None:
+        check_places(self.row, [one.place for one in self.images])
 
     @property
     def answer(self) -> str:

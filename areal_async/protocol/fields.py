@@ -4,7 +4,8 @@ Code that holds a record from the wire can parse its ids and trust its bounds.
 """
 
 import re
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -35,7 +36,7 @@ MAX_IMAGE_BYTES = 64 << 20
 MAX_IMAGE_SIDE = 1 << 16
 """Pixels, either way."""
 MAX_IMAGES = 1024
-"""Images that one sequence looks at."""
+"""Images that one sequence looks at, or one row has."""
 INT64 = range(-(1 << 63), 1 << 63)
 """Range of the integers in files, tensors and generators of random numbers."""
 MAX_STEP = 10**9 - 1
@@ -75,8 +76,29 @@ NumAttempts = Annotated[int, Meta(ge=0, le=10**9 - 1)]
 """Number of attempts at one prompt: a group's id has nine digits for it."""
 NumImageBytes = Annotated[int, Meta(ge=1, le=MAX_IMAGE_BYTES)]
 NumPixels = Annotated[int, Meta(ge=1, le=MAX_IMAGE_SIDE)]
+Place = Annotated[list[Annotated[str, Meta(max_length=1000)] | Count], Meta(min_length=1, max_length=32)]
+"""Where a cell is within a row: names of columns and fields, and positions in lists."""
 GroupSize = Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
 ServerIndex = Annotated[int, Meta(ge=0, lt=MAX_SERVERS)]
 NumServerRanks = Annotated[int, Meta(ge=1, le=MAX_SERVER_RANKS)]
 IncarnationText = Annotated[str, Meta(max_length=64)]
 """A process's id: a broadcast is announced with those of all servers in one message."""
+
+
+def check_places(row: Mapping[str, Any], places: Sequence[Place]) -> None:
+    """Make sure that a row has None in each place, and each place stands here once.
+
+    Raises:
+        ValueError: it has not, or one does not.
+    """
+    if len(set(map(tuple, places))) != len(places):
+        raise ValueError("places in a row: got one twice")
+    for place in places:
+        cell: Any = row
+        for step in place:
+            known = cell if isinstance(cell, Mapping) else range(len(cell)) if isinstance(cell, list) else ()
+            if step not in known:
+                raise ValueError(f"places in a row: got {place!r:.100}, which the row does not have")
+            cell = cell[step]
+        if cell is not None:
+            raise ValueError(f"places in a row: got {place!r:.100}, where the row has a value")

@@ -54,6 +54,8 @@ class Names:
         # subjects of streams
         self.all_trajectories: Final = f"areal.{run}.trajectories.>"
         self.all_images: Final = f"areal.{run}.images.*.*"
+        self.eval_groups: Final = "eval-"
+        """Begins what stands for a group in the names of images of held-out rows; no group's id begins so."""
         self.outcomes: Final = f"areal.{run}.outcomes"
         self.cuts: Final = f"areal.{run}.cuts"
         self.log: Final = f"areal.{run}.*"
@@ -93,6 +95,10 @@ class Names:
     def images(self, group_id: str, sha256: str) -> str:
         """One image of one group; ``*`` for all of the group's."""
         return f"areal.{self.run}.images.{_token(group_id)}.{sha256 if sha256 == '*' else _token(sha256)}"
+
+    def eval_group(self, eval_id: str, index: int) -> str:
+        """What stands for a group in the names of a held-out row's images, in one evaluation."""
+        return f"{self.eval_groups}{eval_id}-{index}"
 
     def eval_tickets(self, workflow: str) -> str:
         return f"areal.{self.run}.eval.tickets.{_token(workflow)}"

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from areal_async.protocol.fields import (
     MAX_CREDITS,
+    MAX_IMAGES,
     Count,
     GroupIdText,
     GroupSize,
@@ -22,12 +23,14 @@ from areal_async.protocol.fields import (
     NumImageBytes,
     NumPixels,
     OptionalVersionText,
+    Place,
     RoleText,
     SampleUidText,
     Sha256Text,
     StretchText,
     TokenText,
     VersionText,
+    check_places,
 )
 from areal_async.protocol.ids import GroupId as GroupId
 from areal_async.protocol.ids import Version as Version
@@ -63,11 +66,42 @@ class Prompt(Record, frozen=True, kw_only=True):
 
         Raises:
             ColumnError: it has no such column.
+            ImageError: the image there could not be taken in; the row has the error in its place.
         """
         if column not in self.row:
             columns = ", ".join(self.row) or "none"
             raise ColumnError(f"row {self.index} has no column {column!r}, its columns are {columns}")
-        return self.row[column]
+        if isinstance(cell := self.row[column], Exception):
+            raise cell
+        return cell
+
+
+class ImageRef(Record, frozen=True, kw_only=True):
+    """An image that a group's model is shown, by its content: the bytes are in the stream of images."""
+
+    sha256: Sha256Text
+    """Of the file's bytes; with the group's id it names the image."""
+    num_bytes: NumImageBytes
+    """Size of the file, a PNG."""
+    width: NumPixels
+    height: NumPixels
+
+
+class RowImage(Record, frozen=True, kw_only=True):
+    """An image in a row of a ticket, where the row itself has None."""
+
+    place: Place
+    """Of the cell: its column, and the names of fields and positions in lists below that."""
+    image: ImageRef | None = None
+    reason: str = ""
+    """Why it could not be taken in: who reads the cell is told. Empty where there is an image."""
+
+    def __post_init__(self) -> None:
+        if (self.image is None) is not bool(self.reason):
+            raise ValueError(f"row image: got {'neither' if self.image is None else 'both'} of image and reason")
+
+
+RowImages = Annotated[list[RowImage], msgspec.Meta(max_length=MAX_IMAGES)]
 
 
 class Ticket(Record, frozen=True, kw_only=True):
@@ -84,23 +118,17 @@ class Ticket(Record, frozen=True, kw_only=True):
     """Earlier attempts at this prompt that ended ``failed``."""
     number: Count = 0
     """Position among all admissions of the run, from 1."""
+    images: RowImages = []
+    """Stored before the ticket is."""
+
+    def __post_init__(self) -> None:
+        check_places(self.row, [one.place for one in self.images])
 
     @property
     def prompt(self) -> Prompt:
-        """The row under its stable id."""
+        """The row under its stable id, without its images."""
         group = GroupId.parse(self.group_id)
         return Prompt(epoch=group.epoch, index=group.index, row=self.row)
-
-
-class ImageRef(Record, frozen=True, kw_only=True):
-    """An image that a group's model has seen, by its content: the bytes are in the stream of images."""
-
-    sha256: Sha256Text
-    """Of the file's bytes; with the group's id it names the image."""
-    num_bytes: NumImageBytes
-    """Size of the file, a PNG."""
-    width: NumPixels
-    height: NumPixels
 
 
 class VersionSpan(Record, frozen=True, kw_only=True):

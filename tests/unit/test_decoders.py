@@ -21,7 +21,7 @@ RARE = {"config.yaml"}
 
 PARTS = {
     "Prompt", "Turn", "VersionSpan", "Slot", "Trajectory", "StoredMessage", "CutSlot", "CutGroup", "TensorSpec",
-    "UpdateGroup", "Mix", "ImageRef",
+    "UpdateGroup", "Mix", "ImageRef", "RowImage",
 }  # fmt: skip
 """Records that are parts of others, or never leave their process."""
 
