@@ -7,6 +7,7 @@ from typing import Any
 
 from areal_async.errors import UserError
 from areal_async.user_files import import_named, mistakes_in
+from areal_async.vision.parts import is_image_file
 
 MAX_ROWS = 1_000_000
 """Rows that a function may return: an endless generator is told, and does not fill the memory."""
@@ -63,7 +64,26 @@ def _as_dataset(rows: list[dict[str, Any]], what: str) -> Any:
 
     columns = dict.fromkeys(key for row in rows for key in row)
     try:
-        return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in columns})
+        made = datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in columns})
+        for name, feature in made.features.items():
+            if (kind := _kind_of_images(feature, (row.get(name) for row in rows))) is not None:
+                made = made.cast_column(name, kind)
+        return made
     except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as exc:
         reason = str(exc).strip().partition("\n")[0]
         raise UserError(f"{what}: its rows fit no table ({reason}); each column needs values of one kind") from exc
+
+
+def _kind_of_images(feature: Any, cells: Iterable[Any]) -> Any:
+    """Return the kind of a column of images that are given as the bytes of files; None for any other column.
+
+    Images of Pillow's are known as such to the library already.
+    """
+    import datasets
+
+    first = next((cell for cell in cells if cell), None)
+    if feature == datasets.Value("binary") and is_image_file(first):
+        return datasets.Image(decode=False)
+    if feature == datasets.List(datasets.Value("binary")) and first is not None and all(map(is_image_file, first)):
+        return datasets.List(datasets.Image(decode=False))
+    return None

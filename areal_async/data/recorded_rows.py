@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from areal_async.config.settings import DatasetSettings
+from areal_async.data.images import image_columns
 from areal_async.errors import UserError
 from areal_async.process.atomic_folders import write_whole
 
 BATCH_ROWS = 1000
+IMAGE_BATCH_ROWS = 8
+"""As many where rows have images: each may be of megabytes."""
 SHOWN = 12
 """Digits of a hash that a message has."""
 
@@ -73,7 +76,8 @@ def refuse_other_rows(file: Path, used: Sequence[Used], *, run: str) -> None:
 def digest_of(rows: Any) -> str:
     """Return the SHA-256 of a ``datasets.Dataset``'s rows in their order, whatever the order of their columns."""
     digest, encoder = hashlib.sha256(), msgspec.json.Encoder(enc_hook=repr, order="sorted")
-    for batch in rows.with_format("arrow").iter(batch_size=BATCH_ROWS):
+    batch_size = IMAGE_BATCH_ROWS if image_columns(rows) else BATCH_ROWS
+    for batch in rows.with_format("arrow").iter(batch_size=batch_size):
         digest.update(encoder.encode_lines(batch.to_pylist()))
     return digest.hexdigest()
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_async.config.settings import DatasetSettings
+from areal_async.data.images import undecoded
 from areal_async.data.made_rows import rows_of_function, rows_of_seeds
 from areal_async.errors import UserError
 from areal_async.process.gc_pauses import importing
@@ -16,7 +17,7 @@ SIGNS_OF_NO_ROWS = ("corresponds to no data", "No columns to parse", "BatchSize 
 
 
 def load_rows(settings: DatasetSettings, *, shows_progress: bool = True) -> Any:
-    """Return the rows as a ``datasets.Dataset``.
+    """Return the rows as a ``datasets.Dataset``, whose images are not decoded (``images.row_at``).
 
     A path to a file or folder that is there is read from disk; any other is a hub name.
 
@@ -37,7 +38,7 @@ def load_rows(settings: DatasetSettings, *, shows_progress: bool = True) -> Any:
         raise _mistake(exc, settings) from exc
     if not len(rows):
         raise _no_rows(settings)
-    return rows
+    return undecoded(rows)
 
 
 def check_columns(rows: Any, columns: tuple[str, ...], settings: DatasetSettings) -> None:

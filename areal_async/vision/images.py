@@ -71,6 +71,14 @@ class Image:
         """Name of the image: the hash of ``data``, in hexadecimal."""
         return hashlib.sha256(self.data).hexdigest()
 
+    def open(self) -> "PIL.Image.Image":
+        """Return it as an image of Pillow's, to crop or to draw on; each call decodes it anew."""
+        import PIL.Image
+
+        image = PIL.Image.open(io.BytesIO(self.data), formats=("PNG",))
+        image.load()
+        return image
+
 
 def take_image(source: Source, spec: VisionSpec, limits: ImageLimits = ImageLimits()) -> Image:
     """Bring an image to its final size and form.

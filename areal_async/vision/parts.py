@@ -17,3 +17,10 @@ def is_picture(value: object) -> bool:
     """Say whether a value is an image of Pillow's; where nobody has imported it there is none."""
     pillow: Any = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(value, pillow.Image)
+
+
+def is_image_file(value: object) -> bool:
+    """Say whether a value is bytes that begin as a file of one of the formats that are taken."""
+    if not isinstance(value, bytes):
+        return False
+    return value.startswith((b"\x89PNG", b"\xff\xd8\xff", b"GIF8")) or value[:4] + value[8:12] == b"RIFFWEBP"
