@@ -28,7 +28,7 @@ from areal_async.config.metrics import TO_FILES
 from areal_async.config.settings import HeldOut, Settings, TaskSettings
 from areal_async.config.sources import load_settings
 from areal_async.controller.accuracy import sum_up
-from areal_async.data.rows import load_rows
+from areal_async.data.rows import RowPrompts, load_rows
 from areal_async.errors import BusError, UnansweredError, UserError
 from areal_async.launch.run import visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
@@ -38,7 +38,7 @@ from areal_async.monitor.trial_output import figure
 from areal_async.process.host import visible_gpus
 from areal_async.process.stdio import say
 from areal_async.protocol.evaluations import EvalRecord
-from areal_async.protocol.types import Prompt, Slot, SlotStatus
+from areal_async.protocol.types import Slot, SlotStatus
 from areal_async.protocol.wire import decode_json
 from areal_async.telemetry import log
 from areal_async.telemetry.exporters.traces import recording
@@ -219,7 +219,7 @@ def _without_files(settings: Settings) -> Settings:
 async def _run(settings: Settings, held_out: HeldOut, *, urls: Sequence[str], logs: Path) -> Result:
     task, dataset, limit = held_out
     rows: Any = await anyio.to_thread.run_sync(lambda: load_rows(dataset, shows_progress=False))
-    prompts = [Prompt(epoch=0, index=index, row=rows[index]) for index in range(min(limit, len(rows)))]
+    prompts = RowPrompts(rows, range(min(limit, len(rows))))
     num_samples = settings.eval.samples
     answers: list[tuple[int, Slot]] = []
     eval_id = f"{Path(settings.model.path).name}.{secrets.token_hex(4)}"  # another one in every evaluation's traces

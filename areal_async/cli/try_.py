@@ -18,7 +18,7 @@ from areal_async.cli.run import CONFIGS, choose_config, load_run_settings
 from areal_async.cli.trials import TemporaryFolder, opened_trial
 from areal_async.config.paths import is_same_function
 from areal_async.config.settings import Settings, TaskSettings
-from areal_async.data.rows import load_rows
+from areal_async.data.rows import RowPrompts, load_rows
 from areal_async.errors import UserError
 from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.monitor.trial_output import JsonOutput, Output, TerminalOutput
@@ -109,7 +109,7 @@ def read_row(text: str) -> dict[str, Any]:
         raise UserError(f'--row: got {text:.100}, need a JSON object like \'{{"question": "..."}}\': {exc}') from exc
 
 
-def read_prompts(task: TaskSettings, *, index: int, num_prompts: int) -> list[Prompt]:
+def read_prompts(task: TaskSettings, *, index: int, num_prompts: int) -> Sequence[Prompt]:
     """Return rows of the task's data set.
 
     Raises:
@@ -120,7 +120,7 @@ def read_prompts(task: TaskSettings, *, index: int, num_prompts: int) -> list[Pr
         raise UserError(
             f"--index {index} --prompts {num_prompts}: {task.dataset.source} has {len(rows)} rows, need some of these"
         )
-    return [Prompt(epoch=0, index=number, row=rows[number]) for number in range(index, index + num_prompts)]
+    return RowPrompts(rows, range(index, index + num_prompts))
 
 
 async def _run(
@@ -128,7 +128,7 @@ async def _run(
 ) -> None:
     """Do everything of one command that needs the event loop."""
     if arguments.row is not None:
-        prompts = [Prompt(epoch=0, index=0, row=read_row(arguments.row))]
+        prompts: Sequence[Prompt] = [Prompt(epoch=0, index=0, row=read_row(arguments.row))]
     else:
         read = functools.partial(read_prompts, task, index=arguments.index, num_prompts=arguments.prompts)
         prompts = await anyio.to_thread.run_sync(read)

@@ -41,6 +41,14 @@ def row_at(rows: Any, index: int) -> dict[str, Any]:
     return row | {name: _marked(row[name], features[name]) for name in image_columns(rows)}
 
 
+def holds_images(value: object) -> bool:
+    """Say whether a row, or a part of one, has an image that is not taken in."""
+    if isinstance(value, ImageCell):
+        return True
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(holds_images, parts))
+
+
 def take_row(
     row: dict[str, Any], vision: VisionSpec | None, *, model: str, index: int
 ) -> tuple[dict[str, Any], list[tuple[Place, Image | ImageError]]]:
@@ -52,15 +60,19 @@ def take_row(
         index: the row's, for errors.
 
     Returns:
-        The row with None in the place of each image, and what is to be there: the image, or why there is none.
+        The row with None in the place of each image, and what is to be there. A column of which an image cannot be
+        taken in has the reason in the place of all of it.
     """
     cells: list[tuple[Place, ImageCell]] = []
     bare = _take_out(row, [], cells)
+    columns = dict.fromkeys(str(place[0]) for place, _ in cells)
     if len(cells) > MAX_IMAGES:
         error = ImageError(f"row {index}: got {len(cells)} images, need at most {MAX_IMAGES}; leave some out")
-        columns = dict.fromkeys(str(place[0]) for place, _ in cells)
         return bare | dict.fromkeys(columns), [([column], error) for column in columns]
-    return bare, [(place, _taken(cell, vision, model, f"row {index}, column {place[0]}")) for place, cell in cells]
+    taken = [(place, _taken(cell, vision, model, f"row {index}, column {place[0]}")) for place, cell in cells]
+    errors = {str(place[0]): one for place, one in reversed(taken) if isinstance(one, ImageError)}
+    found = [(place, one) for place, one in taken if place[0] not in errors]
+    return bare | dict.fromkeys(errors), found + [([column], error) for column, error in errors.items()]
 
 
 def put_in(row: dict[str, Any], found: Iterable[tuple[Place, object]]) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """Rows, from the hub by name, from local files or from Python, by one call."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from areal_async.config.settings import DatasetSettings
-from areal_async.data.images import undecoded
+from areal_async.data.images import row_at, undecoded
 from areal_async.data.made_rows import rows_of_function, rows_of_seeds
 from areal_async.errors import UserError
 from areal_async.process.gc_pauses import importing
 from areal_async.process.hub import fetch, is_local
+from areal_async.protocol.types import Prompt
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """File suffix -> the builder that reads it."""
@@ -39,6 +41,29 @@ def load_rows(settings: DatasetSettings, *, shows_progress: bool = True) -> Any:
     if not len(rows):
         raise _no_rows(settings)
     return undecoded(rows)
+
+
+class RowPrompts(Sequence[Prompt]):
+    """Rows of a data set as prompts, each read when it is taken: those with images are large."""
+
+    def __init__(self, rows: Any, indices: range) -> None:
+        self._rows = rows
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> "RowPrompts": ...
+
+    def __getitem__(self, place: int | slice) -> "Prompt | RowPrompts":
+        if isinstance(place, slice):
+            return RowPrompts(self._rows, self._indices[place])
+        index = self._indices[place]
+        return Prompt(epoch=0, index=index, row=row_at(self._rows, index))
 
 
 def check_columns(rows: Any, columns: tuple[str, ...], settings: DatasetSettings) -> None:

@@ -1,5 +1,7 @@
 """Evaluation tickets: one answer each, scored like training ones, never trained."""
 
+from typing import Any
+
 import anyio
 import structlog
 
@@ -10,6 +12,7 @@ from areal_async.protocol.types import Prompt
 from areal_async.rollout.lease import returned_unless_done, run_heartbeats
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.rewards.reply_rewards import Scores
+from areal_async.rollout.row_images import read_row
 from areal_async.rollout.slots import version_range
 from areal_async.rollout.user_code.boundary import text_of
 from areal_async.rollout.user_code.loop_block_report import Work
@@ -20,19 +23,31 @@ log = structlog.get_logger()
 
 
 async def run_eval_ticket(node: NodeContext, ticket: EvalTicket, delivery: Delivery) -> None:
-    """Answer one held-out prompt, store the result and acknowledge the ticket."""
+    """Answer one held-out prompt, store the result and acknowledge the ticket.
+
+    One whose images are gone is acknowledged alone.
+    """
     with spans.leased(ticket, delivery, node_id=node.node_id):
         async with returned_unless_done(delivery):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(run_heartbeats, delivery, node.settings.ticket_heartbeat_s)
-                row, evaluation = wait_graph.row(ticket.answer), wait_graph.evaluation(ticket.eval_id)
-                with wait_graph.doing(row, "the workflow of", waiter=evaluation), spans.answer(ticket) as span:
-                    result = await _answer(node, ticket, Work(workflow=ticket.workflow, name=row, eval_ticket=ticket))
-                    spans.note_result(span, result)
-                with spans.published_result(ticket), wait_graph.on(wait_graph.BROKER, "its result to be stored by"):
-                    await publish_result(node, ticket, result)
+                row = await read_row(node, ticket, node.bus.names.eval_group(ticket.eval_id, ticket.index))
+                if row.num_missing:  # its answers have come, or it is asked again
+                    log.info("evaluation.row_over", eval_id=ticket.eval_id, index=ticket.index)
+                else:
+                    await _run(node, ticket, row.cells)
                 tasks.cancel_scope.cancel()
             await delivery.ack()
+
+
+async def _run(node: NodeContext, ticket: EvalTicket, cells: dict[str, Any]) -> None:
+    row, evaluation = wait_graph.row(ticket.answer), wait_graph.evaluation(ticket.eval_id)
+    with wait_graph.doing(row, "the workflow of", waiter=evaluation), spans.answer(ticket) as span:
+        work = Work(workflow=ticket.workflow, name=row, eval_ticket=ticket)
+        result = await _answer(node, ticket, Prompt(epoch=0, index=ticket.index, row=cells), work)
+        spans.note_result(span, result)
+    with spans.published_result(ticket), wait_graph.on(wait_graph.BROKER, "its result to be stored by"):
+        await publish_result(node, ticket, result)
 
 
 async def publish_result(node: NodeContext, ticket: EvalTicket, result: EvalResult) -> None:
@@ -41,10 +56,10 @@ async def publish_result(node: NodeContext, ticket: EvalTicket, result: EvalResu
     await node.bus.publish_patiently(node.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)
 
 
-async def _answer(node: NodeContext, ticket: EvalTicket, work: Work) -> EvalResult:
+async def _answer(node: NodeContext, ticket: EvalTicket, prompt: Prompt, work: Work) -> EvalResult:
     policy = node.policy(node.settings.eval_sampling_of(ticket.workflow), f"eval.{ticket.answer}")
     call = WorkflowCall(node.workflow(ticket.workflow, node.settings), [policy], work=work, clock=node.clock)
-    (ending,) = await call.endings(Prompt(epoch=0, index=ticket.index, row=ticket.row))
+    (ending,) = await call.endings(prompt)
     reward, error = 0.0, ""
     if isinstance(ending, Scores):
         reward = ending.reward

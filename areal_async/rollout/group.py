@@ -7,8 +7,10 @@ slots that are missing, with the sampling that holds then: an operator may have 
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import anyio
+import msgspec
 import structlog
 
 from areal_async.bus import Delivery
@@ -20,6 +22,8 @@ from areal_async.protocol.wire import decode_headers
 from areal_async.rollout.lease import returned_unless_done, run_heartbeats
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.publish import Outbox
+from areal_async.rollout.row_images import read_row
+from areal_async.rollout.settled import SettledGroups
 from areal_async.rollout.slots import SlotSpec, missing_siblings
 from areal_async.rollout.user_code.loop_block_report import Work
 from areal_async.rollout.workflow_call import WorkflowCall
@@ -45,7 +49,11 @@ async def run_ticket(node: NodeContext, ticket: Ticket, delivery: Delivery) -> N
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(run_heartbeats, delivery, node.settings.ticket_heartbeat_s)
                 stored = await stored_messages(node, ticket) if delivery.num_delivered > 1 else []
-                await GroupRun(node, ticket, missing_siblings(ticket, stored)).run()
+                row = await read_row(node, ticket, ticket.group_id)
+                if row.num_missing and await SettledGroups(node.bus).among([ticket]):
+                    log.info("ticket.over", group_id=ticket.group_id)
+                else:
+                    await GroupRun(node, ticket, row.cells, missing_siblings(ticket, stored)).run()
                 tasks.cancel_scope.cancel()
             failpoint("node.before_ack")
             await delivery.ack()
@@ -74,10 +82,15 @@ class GroupRun:
     Invariant: when ``run`` returns, every one of its siblings is stored, or stored as what became of it.
     """
 
-    def __init__(self, node: NodeContext, ticket: Ticket, siblings: Sequence[int]) -> None:
-        """Take the siblings that are to be run, with the settings of this moment: what is compared is sampled alike."""
+    def __init__(self, node: NodeContext, ticket: Ticket, row: dict[str, Any], siblings: Sequence[int]) -> None:
+        """Take the siblings that are to be run, with the settings of this moment: what is compared is sampled alike.
+
+        Args:
+            row: the ticket's, with its images.
+        """
         self._node = node
         self._ticket = ticket
+        self._prompt = msgspec.structs.replace(ticket.prompt, row=row)
         self._siblings = siblings
         self._workflow = node.workflow(ticket.workflow, node.now)
         self._producer = f"{node.node_id}.{secrets.token_hex(4)}"
@@ -144,7 +157,7 @@ class GroupRun:
                 for policy in policies:
                     policy.record.refuses_truncation = not workflow.rollout.accept_truncation_bias
                 call = WorkflowCall(workflow, policies, work=self._work(slots[0], name), clock=self._node.clock)
-                trajectories = await call.fill(ticket.prompt, slots)
+                trajectories = await call.fill(self._prompt, slots)
                 spans.note_trajectories(span, trajectories)
         finally:
             counts.num_trajectories_running -= len(slots)

@@ -15,6 +15,7 @@ from areal_async.protocol.types import GroupId, Prompt, Trajectory
 from areal_async.protocol.types import Sequence as TokenSequence
 from areal_async.rollout.endpoint.policy import PolicyMaker
 from areal_async.rollout.policy.merge import merge_turns
+from areal_async.rollout.row_images import take_prompt
 from areal_async.rollout.stopwatch import TimedGenerator, TimedTurn, Times
 from areal_async.rollout.user_code.source_location import SourceLocation, UserCode
 from areal_async.rollout.workflow_call import TaskWorkflow, WorkflowCall
@@ -70,8 +71,8 @@ class Trial:
         """Run all siblings of all prompts side by side; ``on_attempt`` takes each once, in order, as it ends."""
         num_together = num_siblings if self._workflow.sees_group and self._eval_id is None else 1
         calls = [
-            (prompt, range(first, first + num_together))
-            for prompt in prompts
+            (place, range(first, first + num_together))
+            for place in range(len(prompts))
             for first in range(0, num_siblings, num_together)
         ]
         ended: dict[int, list[Attempt]] = {}
@@ -80,7 +81,8 @@ class Trial:
         async def run_one(number: int) -> None:
             nonlocal num_reported
             async with self._limiter:
-                ended[number] = await self.run_siblings(*calls[number])
+                place, siblings = calls[number]
+                ended[number] = await self.run_siblings(prompts[place], siblings)
             while num_reported in ended:
                 for attempt in ended.pop(num_reported):
                     on_attempt(attempt)
@@ -102,6 +104,7 @@ class Trial:
             for generator, slot in zip(generators, slots, strict=True)
         ]
         call = WorkflowCall(self._workflow, policies)
+        shown = await take_prompt(prompt, self._policies.codec.vision, model=self._workflow.settings.model.path)
         started = time.monotonic()
         with (
             wait_graph.doing(wait_graph.slot(group_id, siblings[0]), "the workflow of", waiter=TRIAL),
@@ -111,12 +114,12 @@ class Trial:
                 self._workflow.name, eval_id=self._eval_id or "", index=prompt.index, sample=siblings[0]
             ) as span,
         ):
-            trajectories = await call.fill(prompt, slots)
+            trajectories = await call.fill(shown.prompt, slots)
             spans.note_trajectories(span, trajectories)
         total_s = time.monotonic() - started
         return [
             Attempt(
-                prompt=prompt,
+                prompt=shown.told,
                 trajectory=trajectory,
                 turns=[generator.timed(turn) for turn in policy.turns],
                 sequences=merge_turns(policy.turns),

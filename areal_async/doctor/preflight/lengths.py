@@ -17,6 +17,7 @@ import anyio
 import anyio.to_thread
 
 from areal_async.config.settings import Settings, TaskSettings
+from areal_async.data.images import row_at
 from areal_async.data.rows import load_rows
 from areal_async.doctor.preflight.findings import PreflightFinding, error, good, warning
 from areal_async.errors import GenerationError, Reject, RolloutError, UserError
@@ -26,6 +27,7 @@ from areal_async.rollout.endpoint.policy import PolicyMaker
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.named_policies import FrozenModel
 from areal_async.rollout.policy.text import TextCodec, load_codec
+from areal_async.rollout.row_images import take_prompt
 from areal_async.rollout.user_code.boundary import text_of
 from areal_async.rollout.user_code.per_node import made_for
 from areal_async.rollout.user_code.workflows import load_workflow
@@ -138,9 +140,10 @@ async def _measured(settings: Settings, task: TaskSettings, rows: Any, codec: Te
         listener = _Listener()
         maker = PolicyMaker(generator=listener, codec=codec, endpoint=endpoint)
         policy = maker.policy(workflow.rollout.sampling, f"{index}")
-        prompt = Prompt(epoch=0, index=index, row=rows[index])
         reason = "it returned without a call"
         async with at_once:
+            prompt = Prompt(epoch=0, index=index, row=row_at(rows, index))
+            prompt = (await take_prompt(prompt, codec.vision, model=settings.model.path)).prompt
             try:
                 await WorkflowCall(workflow, [policy], deadline_s=2 * LOOK_DEADLINE_S).run(prompt)
             except (RolloutError, Reject) as exc:

@@ -99,6 +99,8 @@ class ImageIntake:
 
     def _take(self, source: Any, vision: VisionSpec) -> Image:
         """Take one in, in a thread; what was given before is found again by its bytes."""
+        if isinstance(source, ImageError):  # what a row has in the place of an image that could not be taken in
+            raise source
         if isinstance(source, Image):
             if _fits(source, vision):
                 return source

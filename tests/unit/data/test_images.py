@@ -115,13 +115,24 @@ def test_an_image_that_cannot_be_taken_in_says_so_where_its_cell_is_read(cell: b
         prompt["picture"]
 
 
+def test_a_column_with_one_image_that_cannot_be_taken_in_has_its_first_error_alone() -> None:
+    bad, other, good = (ImageCell(bytes=data, path=None) for data in (b"no image", BOMB, RED))
+
+    bare, found = take_row({"images": [good, bad, other], "image": good}, SPEC, model="m", index=7)
+
+    row = put_in(bare, found)
+    assert [place for place, _ in found] == [["image"], ["images"]]
+    assert "row 7, column images: image: got no whole image" in str(row["images"])
+    assert isinstance(row["image"], Image)
+
+
 def test_a_model_that_does_not_see_is_named_where_a_cell_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "take_image", None)  # nothing is decoded
     row = {"images": [ImageCell(bytes=RED, path=None)], "question": "?"}
 
     bare, [(place, error)] = take_row(row, None, model="tiny", index=2)
 
-    assert (bare, place) == ({"images": [None], "question": "?"}, ["images", 0])
+    assert (bare, place) == ({"images": None, "question": "?"}, ["images"])
     assert "row 2, column images: got an image, which the model tiny cannot see, need text; " in str(error)
 
 

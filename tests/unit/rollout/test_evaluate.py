@@ -54,7 +54,9 @@ async def test_a_row_ends_with_its_reward_or_its_error(settings: Settings, actio
 
     ticket = EvalTicket(eval_id="1-0", index=3, workflow="w", row={})
 
-    result = await _answer(node, ticket, Work(workflow="w", name="1-0/3", eval_ticket=ticket))
+    result = await _answer(
+        node, ticket, Prompt(epoch=0, index=3, row={}), Work(workflow="w", name="1-0/3", eval_ticket=ticket)
+    )
 
     assert result.error.startswith(error)
     assert bool(result.error) is bool(error)

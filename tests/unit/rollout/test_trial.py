@@ -9,6 +9,8 @@ import pytest
 
 from areal_async.api import GroupWorkflow, Policy, Rewards, Workflow, group_workflow
 from areal_async.config.settings import RolloutSettings, Settings
+from areal_async.data.images import ImageCell
+from areal_async.data.rows import RowPrompts
 from areal_async.errors import Reject
 from areal_async.protocol.types import Prompt, SlotStatus, Turn
 from areal_async.rollout.endpoint.policy import PolicyMaker
@@ -18,7 +20,10 @@ from areal_async.rollout.trial import Attempt, Trial
 from areal_async.rollout.user_code.loop_interrupter import LoopInterrupter
 from areal_async.rollout.user_code.source_location import UserCode
 from areal_async.rollout.workflow_call import TaskWorkflow
+from areal_async.vision.images import Image, take_image
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
+from tests.unit.rollout.seeing import picture, seeing_codec, shown, vision
+from tests.unit.vision.pictures import encoded
 
 pytestmark = pytest.mark.anyio
 
@@ -193,3 +198,57 @@ async def test_each_turn_is_timed_by_its_own_call() -> None:
 
     said: list[Turn] = [timed.turn for timed in attempt.turns]
     assert len(said) == len({id(turn) for turn in said}) == 3
+
+
+async def test_a_workflow_is_shown_the_images_of_its_row_and_people_a_word_for_each() -> None:
+    seen: list[Image] = []
+
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        seen.append(prompt["images"][0])
+        reply = await policy.chat([shown(prompt["images"][0])])
+        return float(len(reply.token_ids))
+
+    row = {"images": [ImageCell(bytes=encoded(picture("red")), path=None)], "question": "q"}
+    heard: list[Attempt] = []
+    model = ScriptedModel([98, END])
+    async with AgentEndpoint() as endpoint:
+        trial = Trial(
+            TaskWorkflow("w", workflow, Settings()),
+            PolicyMaker(generator=model, codec=seeing_codec(), endpoint=endpoint),
+            user_code=UserCode(HERE),
+            version="0-0",
+        )
+        await trial.run([Prompt(epoch=0, index=0, row=row)], num_siblings=1, on_attempt=heard.append)
+
+    (attempt,) = heard
+    assert attempt.trajectory.slot.status is SlotStatus.SCORED, attempt.trajectory.slot.reason
+    assert seen == [take_image(picture("red"), vision())]
+    assert model.seen == [seen]
+    assert attempt.prompt.row == {"images": ["Image(width=64, height=64)"], "question": "q"}
+
+
+async def test_a_row_of_images_fails_a_model_that_does_not_see_where_they_are_read() -> None:
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        await policy.complete([1, 2])
+        return float(prompt["image"] is None)
+
+    (attempt,) = await attempts_at(workflow, row={"image": ImageCell(bytes=encoded(picture("red")), path=None)})
+
+    assert attempt.trajectory.slot.status is SlotStatus.FAILED
+    assert "ImageError: row 0, column image: got an image, which the model" in attempt.trajectory.slot.reason
+
+
+async def test_a_row_is_read_when_its_turn_has_come() -> None:
+    read: list[int] = []
+
+    class Rows(list[dict[str, Any]]):
+        def __getitem__(self, index: Any) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    prompts = RowPrompts(Rows([{"question": str(number)} for number in range(9)]), range(3, 9))
+
+    assert (len(prompts), read) == (6, [])
+    assert [one.index for one in prompts[4:]] == [7, 8]
+    assert prompts[0].row == {"question": "3"}
+    assert read == [7, 8, 3]
