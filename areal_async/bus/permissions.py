@@ -78,6 +78,7 @@ def permissions(role: Role, names: Names) -> Permissions:
             publish += _consume(names.eval_stream, names.eval_controller_consumer)
             publish.append(f"$JS.API.CONSUMER.INFO.{names.eval_stream}.{names.eval_nodes_consumer}")
             publish += _read(names, names.outcomes_stream, names.images_stream)
+            publish += _api(names.images_stream, "STREAM.PURGE.{}")  # those of evaluations, which no trainer knows of
             publish += _state(names.tickets_stream, names.trajectories_stream, names.eval_stream, names.dead_stream)
             subscribe += [names.log, names.all_metrics, f"{run}.control.>", *_keys(names, CONTROL, CHANGES)]
         case Role.NODE:

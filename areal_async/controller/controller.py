@@ -37,6 +37,7 @@ from areal_async.controller.host_orders import HostOrders
 from areal_async.controller.liveness import LivenessWatch
 from areal_async.controller.no_step_alarm import NoStepAlarm
 from areal_async.controller.reports import RunProgress, TrainersHold
+from areal_async.controller.row_images import RowImages
 from areal_async.controller.steering import RunSteering
 from areal_async.controller.tasks import Tasks
 from areal_async.controller.watch import silence_after
@@ -47,6 +48,7 @@ from areal_async.protocol.staleness import max_groups_in_flight
 from areal_async.protocol.subjects import ADMITTED, CHANGES, CONTROL, RUN_STATE
 from areal_async.protocol.types import Admitted, Cut, GroupId, Outcome, OutcomeKind, Ticket, Version, WeightsVersion
 from areal_async.telemetry import spans, wait_graph
+from areal_async.vision.spec import VisionSpec
 
 SERVER_POLL_S = 0.1
 DISOWN_POLLS = 10
@@ -67,13 +69,20 @@ class Controller:
         evaluator: Evaluator | None,
         *,
         accounts: Accounts,
+        vision: VisionSpec | None = None,
         detector: FailureDetector | None = None,
         report_s: float = METRICS_INTERVAL_S,
     ) -> None:
-        """``report_s``: seconds between two reports of where the books stand."""
+        """Take the run's state at the broker.
+
+        Args:
+            vision: how the run's model sees; ``None`` where it does not.
+            report_s: seconds between two reports of where the books stand.
+        """
         self._bus = bus
         self._settings = settings
         self._tasks = tasks
+        self._rows = RowImages(bus, tasks, settings, vision)
         self._accounts = accounts
         self._report_s = report_s
         self._now = settings
@@ -103,7 +112,12 @@ class Controller:
         )
         self._hosts = HostOrders(bus, settings)
         self._fleets = FleetOrders(bus, lambda: self._liveness.present)
-        self.waits_for = ""
+        self._waits_for = ""
+
+    @property
+    def waits_for(self) -> str:
+        """What the next admission waits for; empty while it does not."""
+        return self._rows.waits_for or self._waits_for
 
     async def run(self) -> None:
         """Run until the last version is held and evaluated.
@@ -225,12 +239,12 @@ class Controller:
             control, order = self._steering.control, self._order
             paused = f"resume: {control.by or 'an operator'} has paused the run" if control.is_paused else ""
             unmade = "" if self.evaluation.is_first_done else "the first evaluation"
-            self.waits_for = missing_for_admission(self._accounts, last_step=last_step) or paused or unmade
+            self._waits_for = missing_for_admission(self._accounts, last_step=last_step) or paused or unmade
             mixing = order.mixing(self._now)
             admission = next_admission(
                 self._accounts, order.sampler, last_step=last_step, curriculum=order.curriculum, mixing=mixing
             )
-            if admission is None or self.waits_for:
+            if admission is None or self._waits_for:
                 with self.evaluation.waiting(wait_graph.ADMISSION):
                     await self._progress.changed.wait(num_seen)
             else:
@@ -259,11 +273,12 @@ class Controller:
         self._progress.announce()
 
     async def _publish_ticket(self, item: Readmission, version: str, number: int) -> None:
-        workflow, row = self._tasks.at(item.group_id.index)
+        workflow, row, images = await self._rows.ready(item.group_id.index, str(item.group_id))
         ticket = Ticket(
             group_id=str(item.group_id),
             workflow=workflow,
             row=row,
+            images=images,
             group_size=self._settings.rollout_of(workflow).group_size,
             version=version,
             num_failed_attempts=item.num_failed_attempts,

@@ -16,6 +16,8 @@ from anyio.abc import TaskGroup
 
 from areal_async.bus import Bus, Delivery, Inbox
 from areal_async.controller.accuracy import sum_up
+from areal_async.controller.evaluation_images import EvaluationImages
+from areal_async.controller.row_images import RowImages
 from areal_async.controller.tasks import Tasks
 from areal_async.protocol import wire
 from areal_async.protocol.evaluations import EvalRecord, EvalResult, EvalTicket
@@ -40,16 +42,29 @@ log = structlog.get_logger()
 class Evaluator:
     """Evaluates one version at a time, all tasks side by side."""
 
-    def __init__(self, bus: Bus, held_out: Tasks, *, file: Path, num_samples: int = 1) -> None:
-        """``num_samples``: answers to each row."""
+    def __init__(
+        self, bus: Bus, held_out: Tasks, *, file: Path, num_samples: int = 1, rows: RowImages | None = None
+    ) -> None:
+        """Take held-out rows.
+
+        Args:
+            num_samples: answers to each row.
+            rows: takes in their images; ``None`` where they have none.
+        """
         self._bus = bus
         self._rows = held_out
+        self._images = EvaluationImages(bus, rows) if rows is not None and held_out.names_with_images else None
         self._wanted = [(index, sample) for index in range(len(held_out)) for sample in range(num_samples)]
         self._num_samples = num_samples
         self._file = file
         self._num_unasked = 0
         """Tickets that are not stored yet."""
         self.waits_for = ""
+
+    def end_training(self) -> None:
+        """Have the images of training groups make room from now on: nothing is trained any more."""
+        if self._images is not None:
+            self._images.is_training_over = True
 
     async def is_done(self, step: int) -> bool:
         """Whether the evaluation due at this step was made before, in whatever lineage."""
@@ -84,6 +99,8 @@ class Evaluator:
                 await self._bus.put(_key(due_step, record.workflow), record)
             return before
         names = self._bus.names
+        if self._images is not None:  # what an evaluation has left behind that was never whole
+            await self._images.remove_all(keeping=str(version))
         async with self._bus.consume(names.eval_stream, names.eval_controller_consumer) as inbox:
             async with anyio.create_task_group() as asking:
                 results, held = await self._collect(str(version), inbox, asking, on_result)
@@ -94,6 +111,8 @@ class Evaluator:
             for record in records:
                 await self._bus.put(_key(due_step, record.workflow), record)
             await self._bus.settle(held)
+        if self._images is not None:
+            await self._images.remove_all()
         self.waits_for = ""
         for record in records:
             facts = msgspec.structs.asdict(record)
@@ -119,7 +138,8 @@ class Evaluator:
         held: dict[int, Delivery] = {}
         is_answered = False
         while len(results) < len(wanted):
-            self.waits_for = f"{len(wanted) - len(results)} evaluation results of {eval_id}"
+            room = self._images.waits_for if self._images is not None else ""
+            self.waits_for = f"{len(wanted) - len(results)} evaluation results of {eval_id}{room and f', and {room}'}"
             arrived = await inbox.fetch(RESULT_BATCH, wait_s=0.5 if is_answered else 2.0)
             useless: list[Delivery] = []
             for delivery in arrived:
@@ -137,6 +157,8 @@ class Evaluator:
                 else:
                     useless.append(delivery)
             await self._bus.settle(useless)
+            if self._images is not None:
+                await self._images.remove_answered(wanted - results.keys())
             if await self._is_nearly_full():
                 await self._bus.settle(list(held.values()))
                 held.clear()
@@ -145,6 +167,8 @@ class Evaluator:
             elif not is_answered:
                 num_asked = await self._bus.num_unsettled(names.eval_stream, names.eval_nodes_consumer)
                 is_answered = not self._num_unasked and not num_asked
+                if not num_asked and self._images is not None and self._images.waits_for:
+                    await self._images.give_up()
             else:  # no ticket is left, and nothing has come since: what is missing is lost
                 attempt, is_answered = attempt + 1, False
                 lost = [answer for answer in self._wanted if answer not in results]
@@ -173,13 +197,14 @@ class Evaluator:
         tickets: list[EvalTicket] = []
         num_bytes = 0
         for index, sample in answers:
-            workflow, row = self._rows.at(index)
+            ready = await self._images.ready(eval_id, index) if self._images is not None else None
+            workflow, row, images = ready or (*self._rows.at(index), [])
             ticket = EvalTicket(
-                eval_id=eval_id, index=index, workflow=workflow, row=row, attempt=attempt, sample=sample
+                eval_id=eval_id, index=index, workflow=workflow, row=row, attempt=attempt, sample=sample, images=images
             )
             tickets.append(ticket)
             num_bytes += len(wire.encode(ticket))
-            if num_bytes > TICKETS_BYTES:
+            if num_bytes > TICKETS_BYTES or images:  # whose room somebody else may wait for
                 await self._publish_all(tickets)
                 tickets, num_bytes = [], 0
         await self._publish_all(tickets)

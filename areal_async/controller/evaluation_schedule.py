@@ -61,6 +61,9 @@ class EvaluationSchedule:
         while True:
             num_seen, held, newest = self._progress.changed.num_rings, self._accounts.held, self.newest
             if held is not None and newest is not None and not (newest.final and held < Version.parse(newest.version)):
+                is_over = has_ended(self._accounts, newest, last_step=last_step)
+                if is_over and self._evaluator is not None:
+                    self._evaluator.end_training()
                 due = newest_due_step(held.step, every_steps=self.settings.eval.every_steps, last_step=last_step)
                 if due > evaluated:
                     evaluated = due
@@ -74,7 +77,7 @@ class EvaluationSchedule:
                 if not self.is_first_done:
                     self.is_first_done = True
                     self._progress.announce()
-                if has_ended(self._accounts, newest, last_step=last_step):
+                if is_over:
                     return
             with self.waiting(wait_graph.CONTROLLER):
                 await self._progress.changed.wait(num_seen)

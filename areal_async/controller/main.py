@@ -14,17 +14,22 @@ from areal_async.config.settings import Settings
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.controller import Controller
 from areal_async.controller.evaluation import Evaluator
+from areal_async.controller.row_images import RowImages
 from areal_async.controller.tasks import Tasks
+from areal_async.data.images import row_at, take_row
 from areal_async.data.recorded_rows import Used, refuse_other_rows
 from areal_async.data.rows import load_rows
 from areal_async.errors import BusError, ConflictError, DeniedError, FencedError, PipelineError, UserError, leaves_of
 from areal_async.process import stacks
+from areal_async.process.hub import fetch
 from areal_async.process.signals import run_until_told
 from areal_async.protocol.run_state import RunState, ServerState
 from areal_async.protocol.subjects import RUN_STATE
 from areal_async.telemetry import log as logging
+from areal_async.telemetry import wait_graph
 from areal_async.telemetry.exporters.prometheus import exporting
 from areal_async.telemetry.exporters.traces import recording
+from areal_async.vision.spec import VisionSpec
 
 NOBODY, NO_REVISION = "nobody", 1 << 62
 """A server and a revision of its key that there will never be."""
@@ -43,12 +48,24 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     _check_sendable(settings, trained)
     refuse_other_rows(run_directory / "rows.json", [*trained, *held_out], run=settings.run.name)
     evaluated = [(task.name, one.rows) for (task, *_), one in zip(settings.held_out, held_out, strict=True)]
-    main = functools.partial(_run, settings, run_directory, bus_url, tasks, Tasks(evaluated))
+    seen = Tasks(evaluated)
+    vision = vision_of(settings.model.path) if tasks.names_with_images or seen.names_with_images else None
+    main = functools.partial(_run, settings, run_directory, bus_url, tasks, seen, vision)
     with recording(settings, run_directory, role="controller"):
         is_told_to_end = anyio.run(run_until_told, main, signal.SIGTERM, backend_options={"use_uvloop": True})
     if is_told_to_end:  # by the signal itself: status 0 would say that the run has finished
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTERM)
+
+
+def vision_of(model: str) -> VisionSpec | None:
+    """Return how a model sees, ``None`` where it does not, by its small files: the weights need not be on this host.
+
+    Raises:
+        UserError: these are not to be had, or contradict each other.
+    """
+    folder = Path(model)
+    return VisionSpec.read(folder if folder.is_dir() else fetch("model", model, files=("*.json",)))
 
 
 def _rows_of(settings: Settings) -> tuple[list[Used], list[Used]]:
@@ -69,7 +86,7 @@ def _check_sendable(settings: Settings, trained: Sequence[Used]) -> None:
     """Refuse rows that cannot travel as JSON, before the first ticket; there must be one of each task."""
     for task, one in zip(settings.tasks, trained, strict=True):
         try:
-            msgspec.json.encode(one.rows[0])
+            msgspec.json.encode(take_row(row_at(one.rows, 0), None, model="", index=0)[0])
         except TypeError as exc:
             raise UserError(
                 f"dataset of {task.name}: got a row that is no JSON ({exc}), need text, numbers, lists and mappings; "
@@ -77,16 +94,29 @@ def _check_sendable(settings: Settings, trained: Sequence[Used]) -> None:
             ) from exc
 
 
-async def _run(settings: Settings, run_directory: Path, bus_url: str, tasks: Tasks, held_out: Tasks) -> None:
+async def _run(
+    settings: Settings,
+    run_directory: Path,
+    bus_url: str,
+    tasks: Tasks,
+    held_out: Tasks,
+    vision: VisionSpec | None,
+) -> None:
     async with open_run_bus(settings, run_directory, bus_url, Role.CONTROLLER) as bus:
         await check_permissions(bus)
         evaluator = (
-            Evaluator(bus, held_out, file=run_directory / "eval.jsonl", num_samples=settings.eval.samples)
+            Evaluator(
+                bus,
+                held_out,
+                file=run_directory / "eval.jsonl",
+                num_samples=settings.eval.samples,
+                rows=RowImages(bus, held_out, settings, vision, waiter=wait_graph.CONTROLLER),
+            )
             if len(held_out)
             else None
         )
         accounts = Accounts(max_groups_in_flight=settings.rollout.max_groups_in_flight)
-        controller = Controller(bus, settings, tasks, evaluator, accounts=accounts)
+        controller = Controller(bus, settings, tasks, evaluator, accounts=accounts, vision=vision)
         try:
             async with exporting(settings, run_directory, role="controller", report=controller.report):
                 await controller.run()

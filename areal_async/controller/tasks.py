@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from areal_async.data.images import image_columns, row_at
+
 Rows = Sequence[dict[str, Any]]
 """Rows by position, as a ``datasets.Dataset`` gives them."""
 
@@ -13,6 +15,8 @@ class Tasks:
     def __init__(self, parts: list[tuple[str, Rows]]) -> None:
         """``parts``: workflow name and its rows."""
         self._parts = parts
+        self.names_with_images = {name for name, rows in parts if image_columns(rows)}
+        """Names of the workflows whose rows have columns of images."""
 
     def __len__(self) -> int:
         return sum(self.num_rows)
@@ -28,9 +32,13 @@ class Tasks:
         return [len(rows) for _, rows in self._parts]
 
     def at(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Return workflow name and row at a position in the concatenation."""
+        """Return workflow name and row at a position in the concatenation; images are not decoded (``ImageCell``)."""
         workflow, rows, offset = self._find(index)
-        return workflow, rows[offset]
+        return workflow, row_at(rows, offset)
+
+    def has_images(self, index: int) -> bool:
+        """Say whether the task at a position has columns of images."""
+        return self.name_at(index) in self.names_with_images
 
     def name_at(self, index: int) -> str:
         """Return the workflow's name alone, without a look at the row."""

@@ -4,7 +4,7 @@
 """
 
 import re
-from typing import Final
+from typing import Final, Literal
 
 RUN_NAME = re.compile(r"[a-z0-9_-]{1,48}")
 TOKEN = re.compile(r"[A-Za-z0-9_-]+")
@@ -96,8 +96,9 @@ class Names:
         """One image of one group; ``*`` for all of the group's."""
         return f"areal.{self.run}.images.{_token(group_id)}.{sha256 if sha256 == '*' else _token(sha256)}"
 
-    def eval_group(self, eval_id: str, index: int) -> str:
-        """What stands for a group in the names of a held-out row's images, in one evaluation."""
+    def eval_group(self, eval_id: str, index: int | Literal[""]) -> str:
+        """What stands for a group in the names of a held-out row's images in one evaluation; without the row, how that
+        of each begins."""
         return f"{self.eval_groups}{eval_id}-{index}"
 
     def eval_tickets(self, workflow: str) -> str:
