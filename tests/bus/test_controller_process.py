@@ -16,6 +16,7 @@ from areal_async.config.settings import (
     DatasetSettings,
     EvalSettings,
     MetricsSettings,
+    ModelSettings,
     RolloutSettings,
     RunSettings,
     Settings,
@@ -24,8 +25,12 @@ from areal_async.config.settings import (
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.protocol.subjects import Names
 from areal_async.protocol.types import CutKind
+from areal_async.vision.images import take_image
+from areal_async.vision.spec import VisionSpec
 from tests.brokers import OpenRole, running_broker, until
 from tests.bus.test_controller import World
+from tests.unit.vision.pictures import encoded, noise
+from tests.unit.vision.specs import QWEN3, config_of, write_folder
 
 pytestmark = pytest.mark.anyio
 
@@ -69,6 +74,46 @@ async def test_sigterm_ends_it_by_that_signal_after_its_spans_are_written(
     lines = (directory.path / "traces" / "controller-0.jsonl").read_text().splitlines()
     spans = [span for line in lines for span in json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]]
     assert [one["name"] for one in spans].count("admit w") == len(await world.all_tickets())
+
+
+async def test_rows_with_images_are_taken_in_as_the_runs_model_sees(
+    broker: EmbeddedBroker, open_role: OpenRole, settings: Settings, tmp_path: Path
+) -> None:
+    """It needs the model's small files alone."""
+    import datasets
+
+    picture = noise(64, 64)
+    features = datasets.Features({"image": datasets.Image()})
+    datasets.Dataset.from_list([{"image": encoded(picture)}] * 5, features=features).to_parquet(
+        tmp_path / "rows.parquet"
+    )
+    processor = {**QWEN3, "size": {"shortest_edge": 64 * 64, "longest_edge": 256 * 256}}
+    model = write_folder(tmp_path / "model", config_of("qwen3_vl", processor), processor)
+    task = TaskSettings(workflow="w.py", dataset=DatasetSettings(path=str(tmp_path / "rows.parquet")))
+    seeing = settings.model_copy(update={"tasks": (task,), "model": ModelSettings(path=str(model))})
+    world = World(await open_role(Role.NODE), await open_role(Role.TRAINER))
+    await world.cut(CutKind.BEGIN, 0)
+    await world.hold("1-0")
+    directory = RunDirectory(seeing.run_directory)
+    directory.write_settings(seeing)
+    directory.write_bus_url(broker.url)
+    command = [sys.executable, "-m", "areal_async", "controller", "--run-directory", str(directory.path)]
+
+    async def has_admitted() -> bool:
+        return len(await world.all_tickets()) >= 4
+
+    async with await anyio.open_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        await until(has_admitted, within_s=120.0)
+        process.send_signal(signal.SIGTERM)
+        await process.wait()
+
+    spec = VisionSpec.read(model)
+    assert spec is not None
+    for ticket in await world.all_tickets():
+        (one,) = ticket.images
+        assert (ticket.row, one.place, one.reason) == ({"image": None}, ["image"], "")
+        assert one.image is not None
+        assert await world.node.images.get(ticket.group_id, one.image) == take_image(picture, spec).data
 
 
 async def test_rows_in_another_order_end_it_before_it_admits_any_of_them(

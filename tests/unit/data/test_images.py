@@ -188,6 +188,20 @@ def test_a_function_gives_images_of_pillows_and_the_bytes_of_files(tmp_path: Pat
     assert taken == {take_image(RED, SPEC).sha256}
 
 
+def test_a_cell_that_holds_neither_bytes_nor_a_path_has_no_image() -> None:
+    import datasets
+    import pyarrow
+
+    table = pyarrow.Table.from_pylist(
+        [{"image": {"bytes": RED, "path": "a"}}, {"image": {"bytes": None, "path": None}}]
+    )
+    info = datasets.DatasetInfo(features=datasets.Features({"image": datasets.Image(decode=False)}))
+
+    rows = datasets.Dataset(table, info=info)
+
+    assert [row_at(rows, index)["image"] for index in range(2)] == [{"bytes": RED, "path": "a"}, None]
+
+
 def test_texts_that_name_images_stay_texts(tmp_path: Path) -> None:
     cells = {"path": "one.png", "url": "data:image/png;base64,AAAA", "like": {"bytes": None, "path": "/etc/passwd"}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(cells) + "\n")

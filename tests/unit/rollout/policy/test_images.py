@@ -17,7 +17,7 @@ from areal_async.rollout.policy.images import ImageIntake
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.vision.images import Image as TakenImage
-from areal_async.vision.images import take_image
+from areal_async.vision.images import ImageError, take_image
 from areal_async.vision.rows import collapse
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.byte_model import codec as blind_codec
@@ -322,3 +322,10 @@ async def test_image_of_another_model_is_brought_to_the_size_of_this_one() -> No
 
     (image,) = policy.turns[0].images
     assert (image.width, image.height) == (256, 256)
+
+
+async def test_what_a_row_has_in_the_place_of_an_image_is_told_where_it_is_shown() -> None:
+    policy = policy_of(ScriptedModel([10, END]))
+
+    with pytest.raises(WorkflowError, match="messages: place 1: row 3, column image: it is damaged"):
+        await policy.chat([shown(ImageError("row 3, column image: it is damaged"))])
