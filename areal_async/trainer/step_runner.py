@@ -117,7 +117,7 @@ class StepRunner:
             return shard
         wanted = {slot.header.sample_uid: slot for slot in shard.mine if slot.key in shard.missing}
         look = functools.partial(find_archived, self.directory, cut.step, set(wanted))
-        archived, missing = await anyio.to_thread.run_sync(look), dict(shard.missing)
+        (archived, images), missing = await anyio.to_thread.run_sync(look), dict(shard.missing)
         for uid, found in archived.items():
             slot = wanted[uid]
             trajectory = msgspec.structs.replace(found, slot=slot.header)
@@ -129,7 +129,7 @@ class StepRunner:
             shard.trajectories[slot.position] = trajectory
             del missing[slot.key]
         log.info("replay.from_archive", step=cut.step, num_found=len(archived), num_missing=len(missing))
-        return replace(shard, missing=missing)
+        return replace(shard, missing=missing, images={**images, **shard.images})
 
     async def exchange(self, shard: RankShard, *, stop: bool) -> dict[SlotKey, str] | None:
         """Return what any rank misses of a cut, each slot with why; None where rank 0 wants to stop. A collective."""
@@ -168,7 +168,7 @@ class StepRunner:
             await self.threads.engine.run(self.engines.release_memory)
         train_s = time.monotonic() - train_since
         if self._dims.is_reporting_rank:
-            await self._archive(trained, batch, made)
+            await self._archive(trained, batch, made, shard.images)
         numbers = await self._shards.metrics(batch, trained, lineage=self.lineage)
         self.step = cut.step
         self.ledger.add(made, sorted({slot.group_id for slot in batch.slots}))
@@ -181,9 +181,18 @@ class StepRunner:
             train_s=train_s,
         )
 
-    async def _archive(self, trained: TrainedShard, batch: AgreedBatch, made: Version) -> None:
-        folder, rank = self.directory / "trajectories", self._dims.data.rank
-        write = functools.partial(write_archive, folder, trained, made=made, rank=rank, advantages=batch.advantages)
+    async def _archive(
+        self, trained: TrainedShard, batch: AgreedBatch, made: Version, images: Mapping[str, bytes]
+    ) -> None:
+        write = functools.partial(
+            write_archive,
+            self.directory / "trajectories",
+            trained,
+            made=made,
+            rank=self._dims.data.rank,
+            advantages=batch.advantages,
+            images=None if self.engines.actor.vision is None else images,
+        )
         await self.archiving.start(lambda: anyio.to_thread.run_sync(write))
 
     # a step that fails

@@ -20,6 +20,7 @@ PLACES = {
     "model": "the trained model, a Hugging Face folder",
     "model_best": "that of the best checkpoint",
     "trajectories": "what was trained on, Parquet",
+    "images": "what was shown in it, Parquet",
     "checkpoints": "what a resumed run starts from",
     "logs": "one file per process",
 }

@@ -2,9 +2,11 @@
 
     datasets.load_dataset("parquet", data_files="runs/<name>/trajectories/*.parquet")
 
-Files appear whole or not at all. What a restored lineage replaces moves to ``abandoned/``.
+What a model has seen is beside them (``archived_images``), named by its hash. Files appear whole or not at all. What a
+restored lineage replaces moves to ``abandoned/``.
 """
 
+import itertools
 import json
 import math
 import os
@@ -26,6 +28,7 @@ from areal_async.process.atomic_folders import publish_file, write_whole
 from areal_async.protocol.types import Metrics, Version
 from areal_async.protocol.types import Sequence as TokenSequence
 from areal_async.trainer.batch.step import TrainedShard
+from areal_async.trainer.output import archived_images
 from areal_async.trainer.output.archive_reader import SLOT_COLUMNS
 from areal_async.trainer.packing.rows import TrainRow
 
@@ -66,10 +69,19 @@ _SCHEMA = pa.schema(
         ("steered", pa.list_(pa.list_(pa.bool_()))),
     ]
 )
+_IMAGE = pa.struct([("sha256", pa.string()), ("num_bytes", pa.int64()), ("width", pa.int32()), ("height", pa.int32())])
+_SEEING_SCHEMA = _SCHEMA.append(pa.field("images", pa.list_(pa.list_(_IMAGE))))
+"""Of a model that sees, whether or not it was shown anything: all files of a run have the same columns."""
 
 
 def write_archive(
-    directory: Path, shard: TrainedShard, *, made: Version, rank: int, advantages: Mapping[int, NDArray[np.float32]]
+    directory: Path,
+    shard: TrainedShard,
+    *,
+    made: Version,
+    rank: int,
+    advantages: Mapping[int, NDArray[np.float32]],
+    images: Mapping[str, bytes] | None = None,
 ) -> None:
     """Store one rank's share of the batch of the step that made version ``made``; synced when this returns.
 
@@ -78,13 +90,19 @@ def write_archive(
     each token's as well, null on tokens that were not trained, and the others are means over trained tokens.
 
     ``temperatures`` has what each token was sampled at; null where that is the run's. ``steered`` is true on tokens
-    that a grammar, a bias or a penalty had a say in; null where there are none.
+    that a grammar, a bias or a penalty had a say in; null where there are none. ``images`` has, sequence by sequence,
+    what its tokens show, in their order.
 
     Args:
         shard: what a replay must know of its cut beside its slots goes into every row.
         advantages: by position; what rewards say of each credited reply, or of a trajectory without credits.
+        images: hash -> the PNG, of all that the shard's tokens show; None of a model that does not see.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    name = f"step-{made.step:06d}-{made.lineage}-{rank}.parquet"
+    if images is not None:  # before the trajectories that name them
+        shown = [sequence.images or () for one in shard.trajectories.values() for sequence in one.sequences]
+        archived_images.write_images(_images_of(directory) / name, itertools.chain(*shown), images)
     cut, trained = shard.cut, defaultdict[int, list[TrainRow]](list)
     for row in shard.report.rows:
         trained[row.index].append(row)
@@ -125,11 +143,18 @@ def write_archive(
             ]
         for column in columns:
             record[column] = [getattr(sequence, column).tolist() for sequence in trajectory.sequences]
+        if any(sequence.images for sequence in trajectory.sequences):
+            record["images"] = [msgspec.to_builtins(sequence.images or []) for sequence in trajectory.sequences]
         records.append(record)
-    path = directory / f"step-{made.step:06d}-{made.lineage}-{rank}.parquet"
-    temporary = path.with_suffix(".tmp")
-    pq.write_table(pa.Table.from_pylist(records, schema=_SCHEMA), temporary)
-    publish_file(temporary, path)
+    temporary = (directory / name).with_suffix(".tmp")
+    schema = _SCHEMA if images is None else _SEEING_SCHEMA
+    pq.write_table(pa.Table.from_pylist(records, schema=schema), temporary)
+    publish_file(temporary, directory / name)
+
+
+def _images_of(directory: Path) -> Path:
+    """Return where the images of a folder's trajectories are."""
+    return directory.with_name(archived_images.FOLDER)
 
 
 class _TokenAdvantages(NamedTuple):
@@ -173,6 +198,11 @@ def abandon_archive(directory: Path, *, after_step: int, before_lineage: int) ->
 
     More than once: a trainer that was replaced may wake up and write after its successor has begun.
     """
+    folders = directory, _images_of(directory)  # in this order: what can be found has its images
+    return sum(_abandon(one, after_step=after_step, before_lineage=before_lineage) for one in folders)
+
+
+def _abandon(directory: Path, *, after_step: int, before_lineage: int) -> int:
     if not directory.is_dir():
         return 0
     with os.scandir(directory) as entries:  # names alone, with every checkpoint: there is a file for every step

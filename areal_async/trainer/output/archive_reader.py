@@ -19,6 +19,7 @@ from areal_async.protocol.types import (
     NOT_CREDITED,
     NOT_SAMPLED,
     Cut,
+    ImageRef,
     ReplyReward,
     Slot,
     SlotStatus,
@@ -27,11 +28,14 @@ from areal_async.protocol.types import (
 )
 from areal_async.protocol.types import Sequence as TokenSequence
 from areal_async.trainer.batch.cut import ages_in
+from areal_async.trainer.output import archived_images
 
 PARTIAL = ("turns", "temperatures", "steered")
 """Columns of the sequences that may be null, and that older archives are without."""
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", *PARTIAL)
-"""Columns of the sequences."""
+"""Columns of the sequences that have a value for each token."""
+IMAGES = "images"
+"""Column of the sequences with what their tokens show; archives of models that do not see are without."""
 SLOT_COLUMNS = (
     "sibling", "sample_uid", "reward", "oldest", "newest", "num_tokens", "num_output_tokens", "num_truncated",
 )  # fmt: skip
@@ -135,7 +139,7 @@ def read_recorded(paths: Sequence[Path], *, with_tokens: bool = True) -> list[Ar
     for path in paths:
         try:
             schema = pq.read_schema(path)
-            unread = () if with_tokens else ARRAYS
+            unread = () if with_tokens else (*ARRAYS, IMAGES)
             table = pq.read_table(path, columns=[name for name in schema.names if name not in unread])
             recorded += _rows(table, with_tokens=with_tokens)
         except (OSError, pa.ArrowException) as exc:
@@ -148,25 +152,40 @@ def read_recorded(paths: Sequence[Path], *, with_tokens: bool = True) -> list[Ar
     return sorted(recorded, key=lambda one: one.position)
 
 
-def find_archived(run_directory: Path, step: int, uids: Collection[str]) -> dict[str, Trajectory]:
+def find_archived(
+    run_directory: Path, step: int, uids: Collection[str]
+) -> tuple[dict[str, Trajectory], dict[str, bytes]]:
     """Return by their ids those trajectories that were trained in ``step``, by any lineage that has archived them.
 
-    A lineage that is replaced has its files in ``abandoned/``. One that cannot be read counts as not there.
+    A lineage that is replaced has its files in ``abandoned/``. One that cannot be read counts as not there, as does a
+    trajectory of which an image is not there.
+
+    Returns:
+        The trajectories, and the PNGs that they show, by hash.
     """
+    name = f"step-{step:06d}-*.parquet"
     found: dict[str, Trajectory] = {}
-    for path in sorted((run_directory / "trajectories").rglob(f"step-{step:06d}-*.parquet")):
-        try:
+    for path in sorted((run_directory / "trajectories").rglob(name)):
+        with suppress(UserError):
             rows = read_recorded([path])
-        except UserError:
-            continue
-        found |= {
-            one.trajectory.slot.sample_uid: one.trajectory for one in rows if one.trajectory.slot.sample_uid in uids
-        }
-    return found
+            found |= {
+                one.trajectory.slot.sample_uid: one.trajectory for one in rows if one.trajectory.slot.sample_uid in uids
+            }
+    wanted = {sha256 for one in found.values() for sha256 in shown_by(one)}
+    images: dict[str, bytes] = {}
+    for path in sorted((run_directory / archived_images.FOLDER).rglob(name)) if wanted else ():
+        with suppress(UserError):
+            images |= archived_images.find_images([path], wanted - images.keys())
+    return {uid: one for uid, one in found.items() if shown_by(one).keys() <= images.keys()}, images
+
+
+def shown_by(trajectory: Trajectory) -> dict[str, ImageRef]:
+    """Return the images that the tokens of a trajectory show, each once, by hash, in their order."""
+    return {ref.sha256: ref for sequence in trajectory.sequences for ref in sequence.images or ()}
 
 
 def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[ArchivedTrajectory]:
-    scalars = [name for name in table.column_names if name not in ARRAYS]
+    scalars = [name for name in table.column_names if name not in (*ARRAYS, IMAGES)]
     for index, row in enumerate(table.select(scalars).to_pylist()):
         credits = row.get("credits") or []
         slot = Slot(
@@ -204,6 +223,8 @@ def sequences_of(table: pa.Table, index: int) -> list[TokenSequence]:
     """
     names = [name for name in ARRAYS if name not in PARTIAL or name in table.column_names]
     columns = {name: arrays for name in names if (arrays := arrays_of(table, name, index)) or name not in PARTIAL}
+    if IMAGES in table.column_names and (shown := table.column(IMAGES)[index].as_py()) is not None:
+        columns[IMAGES] = [[ImageRef(**one) for one in of_sequence] or None for of_sequence in shown]
     return [TokenSequence(**dict(zip(columns, arrays, strict=True))) for arrays in zip(*columns.values(), strict=True)]
 
 

@@ -56,15 +56,16 @@ def test_payload_that_is_not_stored_any_more_is_found_in_the_archive_by_its_id(t
     (folder / "step-000002-9-0.parquet").write_bytes(b"cut short")
     first, *_ = trained.values()
 
-    found = find_archived(tmp_path, 2, {first.slot.sample_uid, "another"})
+    found, images = find_archived(tmp_path, 2, {first.slot.sample_uid, "another"})
 
+    assert not images
     assert list(found) == [first.slot.sample_uid]
     (sequence,), (wanted,) = found[first.slot.sample_uid].sequences, first.sequences
     assert all(
         np.array_equal(getattr(sequence, name), getattr(wanted, name))
         for name in ("token_ids", "loss_mask", "logprobs", "versions", "temperatures")
     )
-    assert find_archived(tmp_path, 3, {first.slot.sample_uid}) == {}
+    assert find_archived(tmp_path, 3, {first.slot.sample_uid}) == ({}, {})
 
 
 def _record(directory: Path, step: int, *, max_staleness: int = 2, masks_stale: bool = False) -> list[TrainRow]:
