@@ -6,9 +6,10 @@ see them otherwise. What was sampled stays what it was, so another learning rate
 the importance weights say how far. Nothing here draws random numbers.
 """
 
+import functools
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +23,20 @@ from areal_async.config.settings import Settings
 from areal_async.config.sources import dump_settings
 from areal_async.errors import UserError
 from areal_async.protocol.types import Cut, CutSlot, Metrics, Version
+from areal_async.protocol.types import Sequence as TokenSequence
 from areal_async.trainer.batch.payloads import BatchSlot, RankShard
 from areal_async.trainer.batch.step import StepResult, agree_on_batch, metrics_line
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from areal_async.trainer.output.archive import MetricsFile
-from areal_async.trainer.output.archive_reader import ArchivedTrajectory, Line, read_recorded, whole_steps
+from areal_async.trainer.output.archive_reader import (
+    ArchivedTrajectory,
+    Line,
+    read_recorded,
+    shown_by,
+    whole_steps,
+)
+from areal_async.trainer.output.archived_images import read_images
 from areal_async.trainer.shards import ShardTrainer
 
 TOLERANCE = 1e-6
@@ -78,7 +87,8 @@ def run_replay(settings: Settings, recorded: Path, *, num_steps: int, changed: C
         async def train() -> None:
             for line, paths in whole_steps(recorded)[:num_steps]:
                 batch = await anyio.to_thread.run_sync(read_recorded, paths)
-                made = await replay.step(batch, Version.parse(str(line["weights_version"])))
+                version = Version.parse(str(line["weights_version"]))
+                made = await replay.step(batch, version, functools.partial(read_images, recorded, version))
                 if file is not None:
                     file.append(made)
                     differences.extend(compare(line, made))
@@ -110,14 +120,21 @@ class Replay:
         threads = EngineThreads.for_run(settings, ranks)
         self._shards = ShardTrainer(settings, engines=engines, threads=threads)
 
-    async def step(self, recorded: Sequence[ArchivedTrajectory], made: Version) -> Metrics:
+    async def step(
+        self,
+        recorded: Sequence[ArchivedTrajectory],
+        made: Version,
+        images_of: Callable[[Collection[str]], dict[str, bytes]] = lambda _: {},
+    ) -> Metrics:
         """Train the whole batch of the step that made version ``made``; return its metrics line. A collective.
 
         Args:
             recorded: of all ranks, by position.
+            images_of: returns the PNGs of these hashes; asked for those of this rank alone.
 
         Raises:
-            UserError: the model does not know one of the tokens, or the algorithm takes no rewards of single replies.
+            UserError: the model does not know one of the tokens, or sees images otherwise; an image is not there; or
+                the algorithm takes no rewards of single replies.
         """
         started = time.monotonic()
         self._refuse(recorded)
@@ -126,12 +143,15 @@ class Replay:
         batch = agree_on_batch(slots, (), advantage_rule(self._settings))
         mine = self._shards.own_slots(slots)
         positions = {slot.position for slot in mine}
+        trajectories = {one.position: one.trajectory for one in recorded if one.position in positions}
+        shown = {sha256 for one in trajectories.values() for sha256 in shown_by(one)}
         shard = RankShard(
             cut=self._cut_of(recorded, made),
             slots=slots,
             mine=mine,
-            trajectories={one.position: one.trajectory for one in recorded if one.position in positions},
+            trajectories=trajectories,
             missing={},
+            images=await anyio.to_thread.run_sync(images_of, shown) if shown else {},
         )
         train_since = time.monotonic()
         trained = await self._shards.train(shard, batch, start=Version(made.lineage, made.step - 1))
@@ -167,11 +187,32 @@ class Replay:
                 f"model.path: got {settings.model.path} with {known} tokens, need at least {largest + 1}; "
                 "choose a model with the tokenizer of the recorded run"
             )
+        self._refuse_images(parts)
         if settings.algorithm.one_reward_for and any(one.trajectory.slot.credits for one in recorded):
             raise UserError(
                 f"{settings.algorithm.one_reward_for}: got a run with rewards for single replies, need one for each "
                 "trajectory; choose another algorithm"
             )
+
+    def _refuse_images(self, parts: Iterable[TokenSequence]) -> None:
+        vision, path = self._engines.actor.vision, self._settings.model.path
+        for part in parts:
+            if not part.images:
+                continue
+            if vision is None:
+                raise UserError(
+                    f"model.path: got {path}, which does not see, need a model that does: the recorded run has shown "
+                    "images; choose one of the family of its model"
+                )
+            sizes = [(one.width, one.height) for one in part.images]
+            fits = all(side % vision.factor == 0 for size in sizes for side in size) and np.count_nonzero(
+                part.token_ids == vision.image_token_id
+            ) == sum(vision.num_tokens(vision.grid_of(*size)) for size in sizes)
+            if not fits:
+                raise UserError(
+                    f"model.path: got {path}, which makes other tokens of the recorded images, need a model of the "
+                    "family of the recorded run's"
+                )
 
 
 def slot_of(recorded: ArchivedTrajectory) -> BatchSlot:

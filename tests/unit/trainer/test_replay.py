@@ -1,7 +1,10 @@
 """A recorded run trains again as it did: from the surviving lineage's archive alone, held to its losses."""
 
+import json
+import shutil
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -17,7 +20,14 @@ from areal_async.launch.run_directory import RunDirectory
 from areal_async.protocol.types import Metrics, Version
 from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.output.archive_reader import ArchivedTrajectory, find_archived, read_recorded, whole_steps
+from areal_async.trainer.output.archive_reader import (
+    ArchivedTrajectory,
+    archive_files,
+    find_archived,
+    read_recorded,
+    whole_steps,
+)
+from areal_async.trainer.output.archived_images import read_images
 from areal_async.trainer.packing.rows import TrainRow
 from areal_async.trainer.replay import Replay, StepDifference, compare, slot_of
 from tests.unit.trainer.archives import (
@@ -26,13 +36,15 @@ from tests.unit.trainer.archives import (
     NUM_STEERED,
     PROMPT,
     REWARDS,
+    archive_seeing_step,
     archive_step,
     line,
     temperatures_of,
     trajectory,
     write_lines,
 )
-from tests.unit.trainer.models import VOCAB
+from tests.unit.trainer.models import VOCAB, save_model
+from tests.unit.trainer.seeing import png, save_seeing_model, size_of
 
 
 def _settings(model: Path, directory: Path, **algorithm: object) -> Settings:
@@ -319,3 +331,49 @@ def test_a_replay_lies_beside_its_run_and_never_in_one(model: Path, tmp_path: Pa
     for name in ("hand", "live"):
         with pytest.raises(UserError, match=f"run.name: got {name}"):
             load_replay_settings(directory, ["--run.name", name])
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a random model that sees."""
+    return save_seeing_model(tmp_path_factory.mktemp("seeing"), "qwen3_vl")
+
+
+def _seen_step(settings: Settings, ranks: Ranks, directory: Path) -> Metrics:
+    """Replay step 1 of a run that has shown images."""
+    (paths,) = archive_files(directory).values()
+    replay = Replay(settings, engines=_engines(settings, ranks), ranks=ranks)
+    look = partial(read_images, directory, Version(1, 1))
+    return anyio.run(replay.step, read_recorded(paths), Version(1, 1), look)
+
+
+def test_the_archive_trains_the_images_that_its_rows_have_shown(seeing: Path, ranks: Ranks, tmp_path: Path) -> None:
+    settings = _settings(seeing, tmp_path)
+    rows = archive_seeing_step(tmp_path, 1)
+    rows = [replace(row, temperature=0.8) for row in rows]
+    blind = [replace(row, images=tuple(png(9, width=w, height=h) for w, h in map(size_of, row.images))) for row in rows]
+
+    made = _seen_step(settings, ranks, tmp_path)
+
+    wanted, other = (_engines(settings, ranks).actor.train_step(one, step=1, total_steps=2) for one in (rows, blind))
+    assert made["loss"] == pytest.approx(wanted.loss, rel=1e-8)
+    assert abs(wanted.loss - other.loss) > 1e-6
+
+
+def test_a_replay_without_the_images_or_with_a_model_that_sees_otherwise_is_refused(
+    seeing: Path, model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    archive_seeing_step(tmp_path, 1)
+    config = json.loads((seeing / "config.json").read_text())
+    other = shutil.copytree(seeing, tmp_path / "other")
+    (other / "config.json").write_text(json.dumps(config | {"image_token_id": 59}))
+    blind = save_model(tmp_path / "blind", vocab_size=64)
+
+    with pytest.raises(UserError, match=f"model.path: got {blind}, which does not see"):
+        _seen_step(_settings(blind, tmp_path), ranks, tmp_path)
+    with pytest.raises(UserError, match=f"model.path: got {other}, which makes other tokens of the recorded images"):
+        _seen_step(_settings(other, tmp_path), ranks, tmp_path)
+    (path,) = tmp_path.glob("images/*")
+    path.unlink()
+    with pytest.raises(UserError, match=r"step 1 has shown the image [0-9a-f]{64}, which is in none of its files"):
+        _seen_step(_settings(seeing, tmp_path), ranks, tmp_path)
