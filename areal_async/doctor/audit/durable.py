@@ -1,4 +1,4 @@
-"""P1: what was acknowledged is trained, settled or still stored, and checkpoints are as they were written.
+"""P1: what was acknowledged is trained, settled or still stored; checkpoints and archived images are as written.
 
 P2: in the surviving lineage, once. Pure.
 """
@@ -22,6 +22,11 @@ def rule_durable(audit: Reconciliation, admitted: list[GroupId]) -> Ruling:
     findings = [Kind.LOST.of(uid, reason) for uid, reason in lost]
     findings += _missing_siblings(audit, admitted)
     findings += [Kind.DAMAGED.of(one.version, one.reason) for one in audit.evidence.damaged_checkpoints]
+    findings += [
+        Kind.DAMAGED.of(slot.name, f"step {slot.step}: {fault}")
+        for slot in audit.evidence.archive
+        for fault in slot.image_faults
+    ]
     num_received = len(audit.received)
     num_used = sum(uid not in audit.received for uid in audit.fates)
     sentence = f"{num_received} trajectories acknowledged to {len(audit.evidence.produced)} producers"

@@ -1,6 +1,7 @@
-"""Reading what a run has left in its directory: the archive, the newest checkpoint's ledger."""
+"""Reading what a run has left in its directory: the archive with its images, the newest checkpoint's ledger."""
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,12 @@ import pyarrow.parquet as pq
 
 from areal_async.doctor.audit.run_record import ArchivedSlot, TrainedGroups
 from areal_async.doctor.audit.versions import count_versions, find_faults
-from areal_async.errors import WireError
+from areal_async.errors import UserError, WireError
 from areal_async.process.atomic_folders import LEDGER, versions_in
-from areal_async.protocol.types import ReplyReward
+from areal_async.protocol.types import ReplyReward, Sequence
 from areal_async.protocol.wire import decode_json
-from areal_async.trainer.output.archive_reader import arrays_of, sequences_of
+from areal_async.trainer.output.archive_reader import IMAGES, arrays_of, sequences_of
+from areal_async.trainer.output.archived_images import FOLDER, each_image
 
 SCALARS = (
     "step", "lineage", "position", "group_id", "sibling", "sample_uid", "reward", "advantage", "oldest", "newest",
@@ -26,7 +28,11 @@ def read_archive(directory: Path) -> tuple[list[ArchivedSlot], list[str]]:
     unreadable: list[str] = []
     for path in sorted(directory.glob("step-*.parquet")):
         try:
-            slots += _rows(pq.read_table(path))
+            table = pq.read_table(path)
+            rows = list(_rows(table, _images_beside(path) if IMAGES in table.column_names else {}))
+            if any(row.image_faults for row in rows) and not path.exists():
+                continue
+            slots += rows
         except FileNotFoundError:
             continue  # a restored trainer has just moved it away
         except (OSError, pa.ArrowException, KeyError, ValueError) as exc:
@@ -34,7 +40,27 @@ def read_archive(directory: Path) -> tuple[list[ArchivedSlot], list[str]]:
     return slots, unreadable
 
 
-def _rows(table: pa.Table) -> Iterator[ArchivedSlot]:
+def _images_beside(path: Path) -> dict[str, str]:
+    """Return the images of a file of trajectories: hash -> what is wrong with it, empty for nothing."""
+    beside = path.parent.parent / FOLDER / path.name
+    images: dict[str, str] = {}
+    try:
+        for sha256, png in each_image(beside) if beside.exists() else ():
+            is_whole = hashlib.sha256(png).hexdigest() == sha256
+            images[sha256] = "" if is_whole else f"its bytes in {FOLDER}/{path.name} have another hash"
+    except UserError:
+        pass  # those that could not be read are not among them
+    return images
+
+
+def _image_faults(sequences: list[Sequence], images: Mapping[str, str]) -> Iterator[str]:
+    """Yield what is wrong with the images that sequences show."""
+    for sha256 in sorted({ref.sha256 for sequence in sequences for ref in sequence.images or ()}):
+        if fault := images.get(sha256, f"it cannot be read in {FOLDER}/"):
+            yield f"image {sha256}: {fault}"
+
+
+def _rows(table: pa.Table, images: Mapping[str, str]) -> Iterator[ArchivedSlot]:
     wanted = (*SCALARS, "credits") if "credits" in table.column_names else SCALARS  # older archives have none
     for index, scalars in enumerate(table.select(wanted).to_pylist()):
         sequences = sequences_of(table, index)
@@ -45,6 +71,7 @@ def _rows(table: pa.Table) -> Iterator[ArchivedSlot]:
             num_sampled=sum(int(np.count_nonzero(one.loss_mask)) for one in sequences),
             num_by_version=count_versions(sequences),
             token_faults=find_faults(sequences, oldest=oldest, newest=newest),
+            image_faults=tuple(_image_faults(sequences, images)),
             credits=tuple(ReplyReward(one["reward"], one["num_tokens"], one["role"]) for one in credits),
             credit_advantages=tuple(one["advantage"] for one in credits),
             by_token=_moments(table, index),

@@ -102,6 +102,8 @@ class ArchivedSlot:
     num_by_version: dict[int, int]
     """Packed version -> sampled tokens that carry it."""
     token_faults: tuple[str, ...] = ()
+    image_faults: tuple[str, ...] = ()
+    """What is wrong with the archived images that it shows."""
     credits: tuple[ReplyReward, ...] = ()
     credit_advantages: tuple[float, ...] = ()
     """Advantage of each credit; ``advantage`` is then their mean."""

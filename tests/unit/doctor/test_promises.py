@@ -76,6 +76,13 @@ def test_a_checkpoint_that_is_not_what_was_written_is_found() -> None:
     assert refuted_ids(evidence, "P1", ViolationKind.DAMAGED) == ["1-2"]
 
 
+def test_a_damaged_image_of_a_trained_step_is_told_of() -> None:
+    evidence = whole_run()
+    evidence.archive[0] = replace(evidence.archive[0], image_faults=("image ab: it cannot be read in images/",))
+
+    assert refuted_ids(evidence, "P1", ViolationKind.DAMAGED) == [evidence.archive[0].name]
+
+
 def test_a_stored_trajectory_with_a_damaged_payload_is_lost() -> None:
     evidence = whole_run()
     evidence.stored[0] = stored(WAITING, 0, damage="checksum")

@@ -1,5 +1,6 @@
 """The archive is read as it was written; what is wrong with a token's version is found in its columns."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from areal_async.doctor.audit.files import read_archive, read_ledger
 from areal_async.doctor.audit.versions import count_versions, find_faults
 from areal_async.protocol.types import NOT_SAMPLED, Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
 from areal_async.trainer.batch.payloads import BatchSlot
-from tests.unit.trainer.archives import archive_shard
+from areal_async.trainer.output.archived_images import image_files
+from tests.unit.trainer.archives import archive_seeing_step, archive_shard
 from tests.unit.trainer.models import rows_as_trained
 
 OLD, NEW = Version(1, 3).pack(), Version(1, 4).pack()
@@ -97,6 +99,23 @@ def test_an_archived_row_without_versions_is_told_of(tmp_path: Path) -> None:
 
     assert rows == []
     assert [reason.split(":")[0] for reason in unreadable] == [f"archive {path.name}"]
+
+
+def test_archived_images_are_held_against_their_hashes_and_each_row_against_the_images(tmp_path: Path) -> None:
+    rows = archive_seeing_step(tmp_path, 2)
+    folder = tmp_path / "trajectories"
+    (path,) = image_files(tmp_path, Version(1, 2))
+    (shared, _), *_ = images = [(hashlib.sha256(one).hexdigest(), one) for one in rows[0].images]
+    assert [row.image_faults for row in read_archive(folder)[0]] == [()] * 4
+
+    path.write_bytes(path.read_bytes().replace(images[0][1], images[0][1][:-1] + b"?"))
+    fault = f"image {shared}: its bytes in images/{path.name} have another hash"
+    assert [row.image_faults for row in read_archive(folder)[0]] == [(fault,), (fault,), (), (fault,)]
+
+    path.unlink()
+    first, _, blind, _ = read_archive(folder)[0]
+    assert first.image_faults == tuple(f"image {one}: it cannot be read in images/" for one, _ in sorted(images))
+    assert blind.image_faults == ()
 
 
 @pytest.mark.parametrize(
