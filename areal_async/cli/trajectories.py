@@ -38,9 +38,11 @@ from areal_async.monitor.trajectory_list import (
 from areal_async.monitor.trajectory_sources import ask, ask_untrained, find_recorded, load_decoder
 from areal_async.process.stdio import say
 from areal_async.protocol.fields import is_version
+from areal_async.protocol.subjects import Names
 from areal_async.protocol.types import Trajectory
 from areal_async.telemetry import log
 from areal_async.trainer.output.archive_reader import ArchivedTrajectory
+from areal_async.trainer.output.archived_images import images_pattern
 
 PIPE_WIDTH = 200
 """Columns of a table that no terminal bounds."""
@@ -173,7 +175,23 @@ def show(directory: RunDirectory, name: str, *, with_tokens: bool, is_json: bool
     if is_json:
         say(json_text(describe(entry, recorded, trajectory, decoder)))
     else:
-        Console(highlight=False).print(draw(entry, trajectory, decoder, recorded=recorded, with_tokens=with_tokens))
+        drawn = draw(
+            entry,
+            trajectory,
+            decoder,
+            recorded=recorded,
+            with_tokens=with_tokens,
+            images_in=_images_in(directory, entry, recorded),
+        )
+        Console(highlight=False).print(drawn)
+
+
+def _images_in(directory: RunDirectory, entry: Entry, recorded: ArchivedTrajectory | None) -> str:
+    """Say where the images are that a trajectory shows, as a data set or as subjects."""
+    if recorded is not None:
+        return str(images_pattern(directory.path, recorded.made))
+    names = Names(directory.read_settings().run.name)
+    return f"the stream {names.images_stream}, subjects {names.images(entry.group, '*')}"
 
 
 def _find_untrained(directory: RunDirectory, name: str) -> tuple[Entry, Trajectory]:

@@ -16,7 +16,7 @@ from areal_async.monitor.token_views import TokenKind, TokenView, token_views
 from areal_async.monitor.trajectory_list import Entry
 from areal_async.monitor.transcript import MASKED, Barred, legend, style_of, token_table
 from areal_async.protocol.types import Trajectory
-from areal_async.trainer.output.archive_reader import ArchivedTrajectory
+from areal_async.trainer.output.archive_reader import ArchivedTrajectory, shown_by
 
 BOUNDARY = "bold blue"
 
@@ -28,12 +28,14 @@ def draw(
     *,
     recorded: ArchivedTrajectory | None,
     with_tokens: bool,
+    images_in: str = "",
 ) -> RenderableType:
     """Return the whole of one trajectory.
 
     Args:
         recorded: how it was trained; None for one that is not.
         with_tokens: a table of every token below each sequence.
+        images_in: where the images are that it shows.
     """
     parts: list[RenderableType] = [legend(), _own_legend(), Text()]
     parts += [Rule(Text(f"{entry.id}: {_reward(entry)}", "bold"), align="left", style="none"), Text(_numbers(entry))]
@@ -47,6 +49,11 @@ def draw(
         parts += _blocks(views)
         if with_tokens:
             parts.append(token_table(views, sequence))
+    if shown := shown_by(trajectory):
+        parts.append(Text(f"images, in {images_in}:"))
+        parts += [
+            Text(f"  sha256 {ref.sha256}, {ref.width}x{ref.height}, {ref.num_bytes} bytes") for ref in shown.values()
+        ]
     if entry.error:
         parts.append(Text(visible(entry.error, newline=" "), "bold red"))
     return Group(*parts)

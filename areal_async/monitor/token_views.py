@@ -1,14 +1,18 @@
 """What each token of a recorded trajectory was: given, trained, or sampled and left out of the loss. Pure.
 
-Shared by the terminal and the report: both draw the same kinds.
+Shared by the terminal and the report: both draw the same kinds. The tokens of an image say nothing one by one: the
+first stands for it, the others have no text.
 """
 
 from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+import msgspec
+import numpy as np
+
 from areal_async.monitor.token_text import Detokenizer, token_texts
-from areal_async.protocol.types import NOT_SAMPLED, Version
+from areal_async.protocol.types import NOT_SAMPLED, ImageRef, Version
 from areal_async.protocol.types import Sequence as TokenSequence
 
 
@@ -34,6 +38,8 @@ class TokenView(NamedTuple):
     """Version of the weights that sampled it; empty where it was given."""
     begins_version: bool
     """The first of a stretch that one version sampled."""
+    image: int | None = None
+    """Number of the image among those of the sequence, from 0, that the token shows a part of."""
 
 
 class IdDetokenizer:
@@ -54,7 +60,12 @@ def token_views(
     """
     sampled = sequence.loss_mask.tolist()
     meetings = {place for place in range(1, len(sampled)) if sampled[place] != sampled[place - 1]}
+    images = _image_spans(sequence, decoder)
     texts = token_texts(decoder, sequence.token_ids.tolist(), breaks=meetings.union(breaks))
+    number_of: dict[int, int] = {}
+    for number, ((start, end), ref) in enumerate(zip(images, sequence.images or (), strict=bool(images))):
+        texts[start:end] = [image_text(number, ref), *[""] * (end - start - 1)]
+        number_of |= dict.fromkeys(range(start, end), number)
     views: list[TokenView] = []
     before = ""
     for place, text in enumerate(texts):
@@ -62,9 +73,24 @@ def token_views(
         is_trained = sampled[place] and (trained is None or trained[place])
         kind = TokenKind.TRAINED if is_trained else TokenKind.MASKED if sampled[place] else TokenKind.GIVEN
         begins = bool(version) and version != before
-        views.append(TokenView(text, kind, float(sequence.logprobs[place]), version, begins))
+        views.append(TokenView(text, kind, float(sequence.logprobs[place]), version, begins, number_of.get(place)))
         before = version
     return views
+
+
+def image_text(number: int, ref: ImageRef) -> str:
+    """Return what stands for the image of this number, from 0."""
+    return f"[image {number + 1}: {ref.width}x{ref.height}, sha256 {ref.sha256[:12]}…]"
+
+
+def _image_spans(sequence: TokenSequence, decoder: Detokenizer) -> list[tuple[int, int]]:
+    """Return the tokens ``[start, end)`` of each image; none where the tokenizer does not know which they are."""
+    vision = getattr(decoder, "vision", None)
+    if vision is None or not sequence.images:
+        return []
+    edges = np.flatnonzero(np.diff(sequence.token_ids == vision.image_token_id, prepend=False, append=False)).tolist()
+    spans = list(zip(edges[::2], edges[1::2], strict=True))
+    return spans if len(spans) == len(sequence.images) else []
 
 
 def version_text(packed: int) -> str | None:
@@ -73,10 +99,11 @@ def version_text(packed: int) -> str | None:
 
 
 def token_lists(sequence: TokenSequence) -> dict[str, Any]:
-    """Return what a sequence has of each token, as plain lists."""
+    """Return what a sequence has of each token, and the images that they show, as plain lists."""
     return {
         "token_ids": sequence.token_ids.tolist(),
         "loss_mask": sequence.loss_mask.tolist(),
         "logprobs": sequence.logprobs.tolist(),
         "versions": [version_text(packed) for packed in sequence.versions.tolist()],
+        "images": [msgspec.structs.asdict(ref) for ref in sequence.images or ()],
     }

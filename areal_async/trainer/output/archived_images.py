@@ -69,9 +69,15 @@ def write_images(path: Path, refs: Iterable[ImageRef], images: Mapping[str, byte
     publish_file(temporary, path)
 
 
+def images_pattern(run_directory: Path, made: Version) -> Path:
+    """Return what names the files with the images of the step that made a version, with a star for the rank."""
+    return run_directory / FOLDER / f"step-{made.step:06d}-{made.lineage}-*.parquet"
+
+
 def image_files(run_directory: Path, made: Version) -> list[Path]:
-    """Return the files with the images of the step that made a version, one for each rank that had any."""
-    return sorted((run_directory / FOLDER).glob(f"step-{made.step:06d}-{made.lineage}-*.parquet"))
+    """Return those that there are: one for each rank that had any."""
+    pattern = images_pattern(run_directory, made)
+    return sorted(pattern.parent.glob(pattern.name))
 
 
 def read_images(run_directory: Path, made: Version, wanted: Collection[str]) -> dict[str, bytes]:

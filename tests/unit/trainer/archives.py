@@ -98,10 +98,13 @@ def archive_step(
 def archive_seeing_step(directory: Path, step: int, *, lineage: int = 1) -> list[TrainRow]:
     """Archive the batch of one step of a model of ``seeing``, of which two siblings show the same; return its rows."""
     shown = [[png(0), png(1, width=32)], [png(0)], [], [png(step + 1), png(0)]]
-    rows = [
-        replace(seeing_row(images, index=index), advantage=float(np.float32(ADVANTAGES[index])), ages=None)
-        for index, images in enumerate(shown)
-    ]
+    rows = [seeing_row(images, index=index) for index, images in enumerate(shown)]
+    return archive_seen_rows(directory, step, rows, lineage=lineage)
+
+
+def archive_seen_rows(directory: Path, step: int, rows: list[TrainRow], *, lineage: int = 1) -> list[TrainRow]:
+    """Archive rows with images, one for each of ``REWARDS``; return them with the advantages that these give."""
+    rows = [replace(row, advantage=float(np.float32(ADVANTAGES[row.index]))) for row in rows]
     start = Version(lineage, step - 1)
     trajectories = {row.index: _seen(row, start) for row in rows}
     images = {hashlib.sha256(one).hexdigest(): one for row in rows for one in row.images}
