@@ -18,8 +18,12 @@ class SftDatasetSettings(DatasetSettings):
 
     question: str = "question"
     """Column with the user's message, or with a conversation: a list of ``{role, content}``."""
-    answer: str = "answer"
-    """Column with what the model is to say."""
+    answer: str | None = "answer"
+    """Column with what the model is to say; ``None`` where the one above has whole conversations, of which everything
+    that the assistant says is learned."""
+    images: str = "images"
+    """Column with an image, or a list of them in the order of the parts ``{"type": "image"}`` of a conversation; not
+    needed where the parts have the images themselves."""
 
 
 class SftTrainerSettings(TuningTrainerSettings):

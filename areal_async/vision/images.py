@@ -122,6 +122,21 @@ def take_image(source: Source, spec: VisionSpec, limits: ImageLimits = ImageLimi
     return Image(buffer.getvalue(), *size)
 
 
+def source_size(source: Source, limits: ImageLimits = ImageLimits()) -> tuple[int, int]:
+    """Return width and height of an image as it comes in, of which the header alone is read.
+
+    Raises:
+        ImageError: it is none, or has too many bytes.
+    """
+    import PIL.Image
+
+    with pillow_errors("image: got no image, need a PNG, JPEG, GIF or WebP"):
+        if isinstance(source, PIL.Image.Image):
+            return source.size
+        with PIL.Image.open(io.BytesIO(_read(source, limits)), formats=FORMATS) as image:
+            return image.size
+
+
 def final_size(width: int, height: int, spec: VisionSpec, limits: ImageLimits = ImageLimits()) -> tuple[int, int]:
     """Return the width and height that an image is brought to, which the model's own processor leaves as they are.
 

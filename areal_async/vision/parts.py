@@ -13,6 +13,16 @@ def is_image(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
 
 
+def part_for_template(part: Any) -> Any:
+    """Return a part of a content without what it does not have: a column fills all with the keys of any.
+
+    Of an image a template is told that it stands there, and nothing else.
+    """
+    if not isinstance(part, Mapping):
+        return part
+    return {"type": "image"} if is_image(part) else {key: value for key, value in part.items() if value is not None}
+
+
 def is_picture(value: object) -> bool:
     """Say whether a value is an image of Pillow's; where nobody has imported it there is none."""
     pillow: Any = sys.modules.get("PIL.Image")

@@ -8,7 +8,7 @@ import msgspec
 from areal_async.api import Message, ToolCall
 from areal_async.errors import WorkflowError
 from areal_async.rollout.policy.json_size import decode_object
-from areal_async.vision.parts import is_image
+from areal_async.vision.parts import part_for_template
 
 _SHAPE = 'a list of messages, [{"role": "user", "content": "..."}]'
 
@@ -53,7 +53,7 @@ def for_template(message: Message) -> dict[str, Any]:
     if message.get("content") is None:
         rendered["content"] = ""
     elif isinstance(message["content"], list | tuple):
-        rendered["content"] = [_part_for_template(part) for part in message["content"]]
+        rendered["content"] = [part_for_template(part) for part in message["content"]]
     if message.get("tool_calls"):
         rendered["tool_calls"] = [_with_objects(call) for call in message["tool_calls"]]
     return rendered
@@ -61,13 +61,6 @@ def for_template(message: Message) -> dict[str, Any]:
 
 def _filled(message: Message) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value not in (None, "", [])}
-
-
-def _part_for_template(part: Any) -> Any:
-    """Return a part of a content without what it does not have: a column fills all with the keys of any."""
-    if not isinstance(part, Mapping):
-        return part
-    return {"type": "image"} if is_image(part) else {key: value for key, value in part.items() if value is not None}
 
 
 def _with_objects(call: Any) -> Any:

@@ -23,6 +23,7 @@ from areal_async.process.stdio import say
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from areal_async.trainer.output.archive import json_line
 from areal_async.trainer.packing.pack import balance
+from areal_async.vision.parts import is_image
 
 S = TypeVar("S", bound=TuningSettings)
 E = TypeVar("E")
@@ -48,7 +49,11 @@ class TuningTask(Protocol[E_contra]):
 
     @property
     def engine(self) -> Any:
-        """The model's ``TrainedEngine``, whose ``train_step`` takes such examples."""
+        """The model's ``TrainedEngine``."""
+        ...
+
+    def rows(self, examples: Sequence[E_contra], /) -> Sequence[Any]:
+        """Return examples of this rank as the engine takes them."""
         ...
 
     def cost(self, example: E_contra, /) -> int:
@@ -114,7 +119,7 @@ def tune(
         batches = endless_batches(trained, size=batch_size, seed=settings.run.seed)
         for step in range(1, total_steps + 1):
             started = time.monotonic()
-            stats = task.engine.train_step(own(next(batches)), step=step, total_steps=total_steps)
+            stats = task.engine.train_step(task.rows(own(next(batches))), step=step, total_steps=total_steps)
             if is_first:
                 fields = {"step": step, **{name: getattr(stats, name) for name in task.step_fields}}
                 fields["time_step_s"] = time.monotonic() - started
@@ -166,15 +171,24 @@ class Examples:
         Raises:
             UserError: a cell holds neither.
         """
-        found: list[Conversation] = []
-        for place, cell in enumerate(self.rows[column]):
-            if isinstance(cell, str):
-                found.append([{"role": "user", "content": cell}])
-            elif isinstance(cell, Sequence) and len(cell) and all(map(_is_message, cell)):
-                found.append(list(cell))
-            else:
-                raise self._wrong_cell(cell, place, column, need="text or messages")
-        return found
+        return [self.conversation(cell, place, column) for place, cell in enumerate(self.rows[column])]
+
+    def conversation(self, cell: object, place: int, column: str) -> Conversation:
+        """Return the conversation in a cell, or the user's only message.
+
+        Raises:
+            UserError: it holds neither.
+        """
+        if isinstance(cell, str):
+            return [{"role": "user", "content": cell}]
+        if isinstance(cell, Sequence) and len(cell) and all(map(_is_message, cell)):
+            return list(cell)
+        raise self._wrong_cell(cell, place, column, need="text or messages")
+
+    def place_with_images(self, column: str) -> int | None:
+        """Return the first row of which a conversation shows an image; None where none does. No row is kept."""
+        cells = enumerate(self.rows[column])
+        return next((place for place, cell in cells if not isinstance(cell, str) and _shows_images(cell)), None)
 
     def texts(self, column: str) -> list[str]:
         """Return a column's texts.
@@ -182,11 +196,17 @@ class Examples:
         Raises:
             UserError: a cell holds none.
         """
-        texts = list(self.rows[column])
-        for place, cell in enumerate(texts):
-            if not isinstance(cell, str):
-                raise self._wrong_cell(cell, place, column, need="text")
-        return texts
+        return [self.text(cell, place, column) for place, cell in enumerate(self.rows[column])]
+
+    def text(self, cell: object, place: int, column: str) -> str:
+        """Return the text in a cell.
+
+        Raises:
+            UserError: it holds none.
+        """
+        if not isinstance(cell, str):
+            raise self._wrong_cell(cell, place, column, need="text")
+        return cell
 
     def encode(self, conversations: Sequence[Conversation], *, for_reply: bool) -> list[list[int]]:
         """Return the tokens of conversations as the template writes them; ``for_reply``: up to where it answers.
@@ -194,20 +214,31 @@ class Examples:
         Raises:
             UserError: the template refuses one.
         """
-        texts: list[str] = []
-        for place, one in enumerate(conversations):
-            try:
-                texts.append(write(self.tokenizer, one, self.settings.template.arguments, for_reply=for_reply))
-            except TemplateError as exc:
-                where = f"dataset: {self.settings.dataset.source} row {place}"
-                raise UserError(f"{where}: the model's chat template refuses it: {exc}") from exc
-        # The template has already written whatever special tokens a conversation has.
-        ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return self.tokens([self.write(one, place, for_reply=for_reply) for place, one in enumerate(conversations)])
+
+    def write(self, conversation: Conversation, place: int, *, for_reply: bool) -> str:
+        """Return what the template writes of the conversation of a row.
+
+        Raises:
+            UserError: the template refuses it.
+        """
+        try:
+            return write(self.tokenizer, conversation, self.settings.template.arguments, for_reply=for_reply)
+        except TemplateError as exc:
+            raise UserError(f"{self.where(place)}: the model's chat template refuses it: {exc}") from exc
+
+    def tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of texts; a template has already written whatever special tokens they have."""
+        ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return ids
+
+    def where(self, place: int) -> str:
+        """Name a row, for an error."""
+        return f"dataset: {self.settings.dataset.source} row {place}"
 
     def _wrong_cell(self, cell: object, place: int, column: str, *, need: str) -> UserError:
         got = "null" if cell is None else f"{type(cell).__name__} {cell!r:.60}"
-        return UserError(f"dataset: {self.settings.dataset.source} row {place}: {column} is {got}, need {need}")
+        return UserError(f"{self.where(place)}: {column} is {got}, need {need}")
 
 
 def load_tokenizer(folder: Path, settings: TuningSettings) -> Any:
@@ -230,6 +261,11 @@ def _is_message(value: object) -> bool:
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         return False
     return value.get("content") is not None or bool(value.get("tool_calls"))
+
+
+def _shows_images(cell: object) -> bool:
+    contents = [one.get("content") for one in cell if isinstance(one, Mapping)] if isinstance(cell, Sequence) else []
+    return any(is_image(part) for content in contents if isinstance(content, list | tuple) for part in content)
 
 
 def _begin(directory: Path, settings: TuningSettings) -> None:

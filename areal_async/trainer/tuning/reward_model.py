@@ -28,6 +28,10 @@ class RewardModelTask:
     def __init__(self, settings: RewardModelSettings, ranks: Ranks) -> None:
         self.engine = PairEngine(model=settings.model, trainer=settings.trainer.engine, ranks=ranks)
 
+    def rows(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
+        """Return the pairs."""
+        return pairs
+
     def cost(self, pair: Pair) -> int:
         """Return the floating-point operations of the pair's forward pass."""
         return sum(self.engine.flops.forward(len(one), 1) for one in pair)
@@ -58,6 +62,12 @@ def load_pairs(settings: RewardModelSettings) -> list[Pair]:
     """
     dataset = settings.dataset
     examples = Examples.load(settings, dataset.question, dataset.chosen, dataset.rejected)
+    for column in filter(None, (dataset.question, dataset.chosen, dataset.rejected)):
+        if (place := examples.place_with_images(column)) is not None:
+            raise UserError(
+                f"{examples.where(place)}: {column} shows an image, which no reward model sees, need text; leave such "
+                "rows out"
+            )
     chosen, rejected = (
         examples.encode(_answered(examples, dataset.question, column), for_reply=False)
         for column in (dataset.chosen, dataset.rejected)
