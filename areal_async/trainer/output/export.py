@@ -6,9 +6,10 @@ ranks and in which layout the checkpoint was made. The folder is the one that th
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from areal_async.trainer.engine.loading import CAUSAL_LM, StoredWeights, empty_d
 from areal_async.trainer.engine.lora import IN, OUT, is_adapter, merge
 from areal_async.trainer.engine.model import DTYPES
 from areal_async.trainer.engine.model_folder import ModelFolder
+from areal_async.trainer.engine.vision import stored_name
 from areal_async.trainer.engine.weights import Bucket
 
 PREFIX = f"{PARAMETERS}."
@@ -42,23 +44,28 @@ def export_policy(
     """
     if not (checkpoint / LEDGER).is_file():
         raise UserError(f"checkpoint: {checkpoint} is not one; name one of those in {checkpoint.parent}")
-    saved = _SavedPolicy(checkpoint)
     source, dtype = local_model(model.path), DTYPES[model.dtype]
     decoder = empty_decoder(CAUSAL_LM, source, stored=dtype)
+    saved = _SavedPolicy(checkpoint, decoder.config)
     folder = ModelFolder.of(decoder, source, dtype)
     if lora is None or not lora.is_on:
         return folder.write(saved.read, directory)
     saved.check_adapters(folder.files)
-    stored = StoredWeights.of(decoder, CAUSAL_LM, source)
+    weights = StoredWeights.of(decoder, CAUSAL_LM, source)
+    names = {stored_name(name, decoder.config): name for name, _ in decoder.named_parameters(remove_duplicate=False)}
     adapters = saved.read([describe(name, one.to(dtype)) for name, one in saved.parameters.items() if is_adapter(name)])
-    return folder.write(functools.partial(_merged, stored, adapters, dtype, lora.scale), directory)
+
+    def read(name: str) -> Tensor:
+        return weights.read(names[name], dtype)
+
+    return folder.write(functools.partial(_merged, read, adapters, lora.scale), directory)
 
 
 class _SavedPolicy:
     """The parameters in a checkpoint, read some at a time."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        """Read what is there, and no parameter.
+    def __init__(self, checkpoint: Path, config: Any) -> None:
+        """Read what is there, and no parameter. Parameters are called here as in the folder of a model of ``config``.
 
         Raises:
             UserError: some of its files are damaged, or have gone meanwhile.
@@ -72,11 +79,13 @@ class _SavedPolicy:
         with self._still_there():
             self._reader = dcp.FileSystemReader(checkpoint / STATE)
             entries = self._reader.read_metadata().state_dict_metadata
-        self.parameters = {
-            name.removeprefix(PREFIX): torch.empty(entry.size, device="meta")
+        saved = {
+            stored_name(name.removeprefix(PREFIX), config): (name, entry.size)
             for name, entry in entries.items()
             if name.startswith(PREFIX) and hasattr(entry, "size")
         }
+        self._saved_names = {name: one for name, (one, _) in saved.items()}
+        self.parameters = {name: torch.empty(size, device="meta") for name, (_, size) in saved.items()}
         """Their names and shapes, without content."""
 
     def read(self, bucket: Bucket) -> dict[str, Tensor]:
@@ -95,7 +104,7 @@ class _SavedPolicy:
         tensors = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in bucket}
         with self._still_there(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            named = {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
+            named = {self._saved_names[name]: tensor for name, tensor in tensors.items()}
             dcp.load(named, storage_reader=self._reader, no_dist=True)
         return tensors
 
@@ -137,10 +146,10 @@ class _SavedPolicy:
 
 
 def _merged(
-    stored: StoredWeights, adapters: dict[str, Tensor], dtype: torch.dtype, scale: float, bucket: Bucket
+    read: Callable[[str], Tensor], adapters: dict[str, Tensor], scale: float, bucket: Bucket
 ) -> dict[str, Tensor]:
     """Return weights that adapters were trained over, merged with them."""
-    tensors = {spec.name: stored.read(spec.name, dtype) for spec in bucket}
+    tensors = {spec.name: read(spec.name) for spec in bucket}
     for name, weight in tensors.items():
         layer = name.removesuffix(".weight")
         if f"{layer}.{IN}" in adapters:
