@@ -44,10 +44,10 @@ async def gather(bus: Bus, run_directory: Path, rules: Rules, *, is_live: bool) 
     await reader.read_trajectories()
     evidence.metrics = read_json_lines(run_directory / "metrics.jsonl")
     evidence.ledger, unreadable = read_ledger(run_directory / "checkpoints")
-    # In a thread: it reads every byte of them, and the connection to a live run's broker has to be kept up meanwhile.
+    # In threads: every byte of them, and of images, is read, and a live run's broker has to be answered meanwhile.
     evidence.damaged_checkpoints = await anyio.to_thread.run_sync(find_damage, run_directory / "checkpoints")
     evidence.notes += [f"checkpoint {name}: was set aside" for name in set_aside_in(run_directory / "checkpoints")]
-    evidence.archive, more = read_archive(run_directory / "trajectories")
+    evidence.archive, more = await anyio.to_thread.run_sync(read_archive, run_directory / "trajectories")
     evidence.unreadable_files = unreadable + more
     evidence.log = await reader.read_log()
     evidence.dead_letters = await reader.read(names.dead_stream, names.dead_groups, Outcome)
