@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from areal_async.config.settings import Settings
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.protocol.types import Metrics, Version
+from areal_async.trainer import replay
 from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.output.archive_reader import (
@@ -377,3 +379,20 @@ def test_a_replay_without_the_images_or_with_a_model_that_sees_otherwise_is_refu
     path.unlink()
     with pytest.raises(UserError, match=r"step 1 has shown the image [0-9a-f]{64}, which is in none of its files"):
         _seen_step(_settings(seeing, tmp_path), ranks, tmp_path)
+
+
+def test_a_replay_reads_the_images_of_each_step_by_itself(
+    seeing: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "joined_ranks", lambda **_: nullcontext(ranks))
+    settings = _settings(seeing, tmp_path)
+    engine, recorded, losses = _engines(settings, ranks).actor, tmp_path / "recorded", []
+    for step in (1, 2):
+        rows = [replace(row, temperature=0.8) for row in archive_seeing_step(recorded, step)]
+        losses.append(engine.train_step(rows, step=step, total_steps=2).loss)
+    write_lines(recorded, *(line(step, loss=loss) for step, loss in enumerate(losses, start=1)))
+
+    differences = replay.run_replay(settings, recorded, num_steps=2, changed=[])
+
+    assert [one.step for one in differences] == [1, 2]
+    assert max(one.relative for one in differences) < 1e-6

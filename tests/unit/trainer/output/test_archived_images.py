@@ -9,14 +9,17 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from msgspec import structs
 
 from areal_async.errors import UserError
-from areal_async.protocol.types import Version
+from areal_async.protocol.types import Cut, CutSlot, Version
+from areal_async.trainer.batch.payloads import BatchSlot
 from areal_async.trainer.output import archived_images
 from areal_async.trainer.output.archive import abandon_archive
 from areal_async.trainer.output.archive_reader import archive_files, find_archived, read_recorded, shown_by
 from areal_async.trainer.output.archived_images import each_image, image_files, read_images
-from tests.unit.trainer.archives import archive_seeing_step, archive_step
+from tests.unit.trainer.archives import archive_seeing_step, archive_shard, archive_step
+from tests.unit.trainer.models import rows_as_trained
 
 MADE = Version(1, 2)
 NAME = "step-000002-1-0.parquet"
@@ -53,6 +56,28 @@ def test_archived_sequences_name_the_images_of_their_tokens_in_their_order(tmp_p
         assert [ref.num_bytes for ref in sequence.images or ()] == [len(image) for image in row.images]
     assert recorded[2].trajectory.sequences[0].images is None
     assert not read_recorded(paths, with_tokens=False)[0].trajectory.sequences
+
+
+def test_a_sequence_without_images_beside_one_with_some_comes_back_as_it_was(tmp_path: Path) -> None:
+    archive_seeing_step(tmp_path / "made", 2)
+    seen, *_, last = read_recorded([tmp_path / "made" / "trajectories" / NAME])
+    text = structs.replace(last.trajectory.sequences[0], images=None)
+    both = structs.replace(seen.trajectory, sequences=[text, *seen.trajectory.sequences])
+    slot = BatchSlot(position=0, group_id="0-1-0", workflow="w", item=CutSlot(slot=both.slot, sequence=1))
+
+    archive_shard(
+        tmp_path / "trajectories",
+        made=MADE,
+        cut=Cut(lineage=1, step=2, max_staleness=2),
+        slots=[slot],
+        trajectories={0: both},
+        advantages={0: np.float32([0.5])},
+        rows=rows_as_trained({0: both}, {0: 0.5}),
+        images=read_images(tmp_path / "made", MADE, shown_by(both)),
+    )
+
+    (read,) = read_recorded([tmp_path / "trajectories" / NAME])
+    assert [one.images for one in read.trajectory.sequences] == [None, both.sequences[1].images]
 
 
 def test_a_run_without_images_has_no_file_and_no_column_of_them(tmp_path: Path) -> None:
