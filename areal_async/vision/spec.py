@@ -103,6 +103,14 @@ class VisionSpec:
             max_pixels=max_pixels,
         )
 
+    def shows_alike(self, other: "VisionSpec") -> bool:
+        """Say whether what the other model was shown can be shown to this one: every image as the same tokens."""
+
+        def tokens(spec: VisionSpec) -> tuple[int, ...]:
+            return spec.factor, spec.image_token_id, spec.vision_start_token_id, spec.vision_end_token_id
+
+        return tokens(self) == tokens(other) and self.max_pixels >= other.max_pixels
+
     def grid_of(self, width: int, height: int) -> Grid:
         """Return the patches of an image in its final size.
 

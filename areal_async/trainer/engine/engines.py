@@ -3,19 +3,19 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from areal_async.config.settings import Settings
+from areal_async.errors import UserError
 from areal_async.trainer.engine import checkpoint
 from areal_async.trainer.engine.checkpoint import ACTOR, TrainState
 from areal_async.trainer.engine.critic import CriticEngine
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.resharder import Resharder, RowInference, hold_same_rows
 from areal_async.trainer.engine.policy import FsdpEngine, ReferenceEngine
-from areal_async.trainer.engine.sharded import ModelEngine
 from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.packing.rows import TrainRow
 from areal_async.vision.spec import VisionSpec
@@ -50,6 +50,10 @@ class Engines:
             reference = actor
         elif "reference" in wanted:
             reference = ReferenceEngine(settings, own_ranks())
+        if critic is not None:
+            _check_sight(settings, "critic", actor.vision, critic.vision)
+        if reference is not None:
+            _check_sight(settings, "reference", actor.vision, reference.vision)
         return cls(
             actor=actor,
             critic=critic,
@@ -69,16 +73,13 @@ class Engines:
     @property
     def vocab_size(self) -> int:
         """Tokens that every model of the step has."""
-        return min(model.vocab_size for model in self._models)
+        models = (self.actor, self.critic, self.reference)
+        return min(model.vocab_size for model in models if model is not None)
 
     @property
     def vision(self) -> VisionSpec | None:
-        """How the models of the step see; None where one does not."""
-        return self.actor.vision if all(model.vision for model in self._models) else None
-
-    @property
-    def _models(self) -> "list[ModelEngine[Any]]":
-        return [model for model in (self.actor, self.critic, self.reference) if model is not None]
+        """How the models of the step see, all alike; None where they do not."""
+        return self.actor.vision
 
     def change(self, settings: Settings) -> None:
         """Train by these from the next step on; what may not change in a run is as it was."""
@@ -120,6 +121,23 @@ class Engines:
         ledger = checkpoint.load(self.trained, directory, ranks=self.actor.dims.all)
         self.actor.check_base(directory)
         return ledger
+
+
+def _check_sight(
+    settings: Settings, role: Literal["critic", "reference"], needed: VisionSpec | None, got: VisionSpec | None
+) -> None:
+    """Make sure that a model can be shown what the policy was.
+
+    Raises:
+        UserError: it does not see, or has other tokens for an image.
+    """
+    if needed is None or (got is not None and got.shows_alike(needed)):
+        return
+    how = "does not see" if got is None else "has other tokens for an image"
+    raise UserError(
+        f"model.{role}: got {settings.model.for_role(role).path}, which {how}, need one that takes images as "
+        f"model.path={settings.model.path} does; take one of its family"
+    )
 
 
 def shares_base(settings: Settings) -> bool:

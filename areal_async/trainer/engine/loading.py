@@ -47,13 +47,13 @@ def empty_decoder(kind: str, folder: Path, *, stored: torch.dtype) -> Any:
     with _refused(kind, folder):
         config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **labels)
         with torch.device("meta"):
-            if kind == CAUSAL_LM and sees(config):
-                # One name for both would reach the tower too, which looks both ways.
-                auto_class: Any = getattr(transformers, SEEING_LM)
-                attention: Any = {"text_config": PACKED, "vision_config": "sdpa"}
+            # One name for both would reach the tower too, which looks both ways.
+            attention: Any = {"text_config": PACKED, "vision_config": "sdpa"} if sees(config) else PACKED
+            if kind == CLASSIFIER and sees(config):
+                decoder = _seeing_classifier(config)._from_config(config, dtype=stored, attn_implementation=attention)
             else:
-                auto_class, attention = getattr(transformers, kind), PACKED
-            decoder = auto_class.from_config(config, dtype=stored, attn_implementation=attention)
+                auto_class: Any = getattr(transformers, SEEING_LM if sees(config) else kind)
+                decoder = auto_class.from_config(config, dtype=stored, attn_implementation=attention)
     is_quantized = getattr(config, "quantization_config", None) is not None
     conversions = get_model_conversion_mapping(decoder, add_legacy=False)
     if is_quantized or any(isinstance(one, WeightConverter) for one in conversions):
@@ -69,6 +69,16 @@ def empty_decoder(kind: str, folder: Path, *, stored: torch.dtype) -> Any:
         )
     _compute_buffers(decoder)
     return decoder.eval()
+
+
+def _seeing_classifier(config: Any) -> Any:
+    """Return the class of a sequence classifier that sees, made as transformers makes those that do not."""
+    from transformers import MODEL_MAPPING
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    model: Any = MODEL_MAPPING[type(config)]
+    base = model.__base__
+    return type(base.__name__.replace("PreTrainedModel", "Classifier"), (GenericForSequenceClassification, base), {})
 
 
 class StoredWeights:

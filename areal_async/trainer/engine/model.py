@@ -189,6 +189,7 @@ def load_critic(
             "need a decoder such as Qwen2, Qwen3 or Llama for a critic"
         )
     stored = StoredWeights.of(classifier, CLASSIFIER, folder, optional=(HEAD,))
+    prepare_tower(classifier, trainer, dtype)
     model = _laid_out(classifier, dims, trainer, dtype=dtype, wrap=Critic)
     for name, parameter in model.decoder.named_parameters():
         if name == HEAD and name not in stored:

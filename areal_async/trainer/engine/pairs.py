@@ -16,6 +16,7 @@ from areal_async.algorithms.aggregation import Aggregation
 from areal_async.algorithms.objective import LossTerms
 from areal_async.algorithms.preference import packed_bradley_terry
 from areal_async.config.settings import ModelSettings, TrainerSettings
+from areal_async.errors import UserError
 from areal_async.trainer.engine.model import load_critic
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.stages import StagedModel
@@ -62,6 +63,10 @@ class PairEngine(TrainedEngine[Tensor]):
 
     def __init__(self, *, model: ModelSettings, trainer: TrainerSettings, ranks: Ranks) -> None:
         super().__init__(load_critic, model=model, trainer=trainer, ranks=ranks, aggregation=PER_PAIR, num_together=2)
+        if self.vision is not None:
+            raise UserError(
+                f"model.path: got {model.path}, which sees, need a model of text; pairs of answers show no images"
+            )
 
     def train_step(self, pairs: Sequence[Pair], *, step: int, total_steps: int) -> PairStats:
         """Train on this rank's pairs; ranks may hold different numbers of them, even none.

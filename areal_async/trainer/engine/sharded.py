@@ -63,8 +63,7 @@ class ModelEngine(Generic[T]):
         self._trainer = trainer
         self.flops: DecoderFlops = decoder_flops(self._model.decoder)
         """Operations of the whole model, by which rows are made to cost alike."""
-        sees = vision_tower(self._model.decoder) is not None
-        self.vision = VisionSpec.read(self._source) if sees else None
+        self.vision = VisionSpec.read(self._source) if vision_tower(self._model.decoder) is not None else None
         """How the model sees; None where it does not."""
         self._execution: Execution[T] = execution_of(self._model, self.dims)
         self._packer = RowPacker(

@@ -108,18 +108,22 @@ def seeing_rows() -> list[TrainRow]:
     return [seeing_row(images, index=index) for index, images in enumerate(shown)]
 
 
+def given_images(row: TrainRow, spec: VisionSpec) -> dict[str, Any]:
+    """Return what transformers takes beside a row's tokens."""
+    if not row.images:
+        return {}
+    grids = [Grid(1, height // PATCH, width // PATCH) for width, height in map(size_of, row.images)]
+    return {
+        "pixel_values": torch.from_numpy(np.concatenate([patches(one, spec) for one in row.images])),
+        "image_grid_thw": torch.tensor(grids),
+        "mm_token_type_ids": torch.from_numpy(row.token_ids == IMAGE).int()[None],
+    }
+
+
 def transformers_logprobs(model: Any, row: TrainRow, spec: VisionSpec) -> torch.Tensor:
     """Return the logprobs of a row's trained tokens by transformers, which is given it alone and places it itself."""
     ids = torch.from_numpy(row.token_ids).long()[None]
-    given: dict[str, Any] = {}
-    if row.images:
-        grids = [Grid(1, height // PATCH, width // PATCH) for width, height in map(size_of, row.images)]
-        given = {
-            "pixel_values": torch.from_numpy(np.concatenate([patches(one, spec) for one in row.images])),
-            "image_grid_thw": torch.tensor(grids),
-            "mm_token_type_ids": (ids == IMAGE).int(),
-        }
-    log_probs = F.log_softmax(model(input_ids=ids, **given).logits[0], dim=-1)
+    log_probs = F.log_softmax(model(input_ids=ids, **given_images(row, spec)).logits[0], dim=-1)
     logprobs: torch.Tensor = F.pad(log_probs[:-1].gather(1, ids[0, 1:, None])[:, 0], (1, 0))
     return logprobs[torch.from_numpy(row.loss_mask)]
 
@@ -154,6 +158,13 @@ def stored_parameters(model: Any) -> dict[str, NDArray[Any]]:
         model.save_pretrained(folder)
         loaded: dict[str, NDArray[Any]] = load_file(Path(folder) / "model.safetensors")
         return loaded
+
+
+def check_gradients(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Make sure that the gradients are the expected ones, to 1e-5 of each parameter's largest."""
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert np.abs(got[name] - gradient).max() < 1e-5 * max(1.0, np.abs(gradient).max()), name
 
 
 def gradients_of(

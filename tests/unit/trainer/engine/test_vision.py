@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
@@ -18,6 +17,7 @@ from tests.unit.trainer.models import engine_of, parameters_differ
 from tests.unit.trainer.rank_workers import RankWorkers
 from tests.unit.trainer.seeing import (
     SEEING,
+    check_gradients,
     gradients_of,
     png,
     refusal_of,
@@ -34,12 +34,6 @@ from tests.unit.trainer.seeing import (
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a random model that sees."""
     return save_seeing_model(tmp_path_factory.mktemp(request.param), request.param)
-
-
-def check_gradients(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert got.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert np.abs(got[name] - gradient).max() < 1e-5 * max(1.0, np.abs(gradient).max()), name
 
 
 @pytest.mark.parametrize("token_budget", [32, 4096])
