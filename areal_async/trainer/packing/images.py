@@ -8,6 +8,7 @@ Legend: T tokens of a row, I of them showing a part of an image each, N images.
 
 import functools
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal_async.trainer.packing.flops import DecoderFlops
 from areal_async.trainer.packing.rows import PackedImages, PackedRow, TrainRow
 from areal_async.vision.pixels import patches
 from areal_async.vision.rows import positions
@@ -45,9 +47,30 @@ def with_images(
     return [replace(row, images=_pack(row, own, read, spec)) for row, own in zip(packed, sequences, strict=True)]
 
 
+def row_costs(rows: Sequence[TrainRow], flops: DecoderFlops, spec: VisionSpec | None) -> list[int]:
+    """Return the operations of each row's forward pass, by which rows are divided.
+
+    What an image costs is shared by those that show it, as if all shared a packed row.
+    """
+    own = [flops.forward(row.num_tokens, int(row.loss_mask.sum())) for row in rows]
+    tower = flops.tower
+    if tower is None or spec is None:
+        return own
+    shown = [set(row.images) for row in rows]
+    count = Counter(png for images in shown for png in images)
+    each = {png: tower.forward(_grid(png, spec)) // number for png, number in count.items()}
+    return [cost + sum(each[png] for png in images) for cost, images in zip(own, shown, strict=True)]
+
+
+def _grid(png: bytes, spec: VisionSpec) -> Grid:
+    if len(png) < 24:
+        raise ValueError("image: got bytes that are no whole PNG, need what was taken in")
+    return spec.grid_of(*struct.unpack(">II", png[16:24]))  # width and height, in a PNG's first chunk
+
+
 def _read(png: bytes, spec: VisionSpec) -> _Pixels:
     values = torch.from_numpy(patches(png, spec))
-    return _Pixels(values, spec.grid_of(*struct.unpack(">II", png[16:24])))  # width and height, in a PNG's first chunk
+    return _Pixels(values, _grid(png, spec))
 
 
 def _pack(row: PackedRow, own: Sequence[TrainRow], read: Callable[[bytes], _Pixels], spec: VisionSpec) -> PackedImages:

@@ -16,7 +16,7 @@ from areal_async.algorithms.aggregation import Aggregation, TokenShare
 from areal_async.trainer.engine.parallel.dims import ParallelDims
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.packing.flops import DecoderFlops
-from areal_async.trainer.packing.images import with_images
+from areal_async.trainer.packing.images import row_costs, with_images
 from areal_async.trainer.packing.pack import Parts, fill, pack, part_costs, spread
 from areal_async.trainer.packing.rows import PackedRow, TrainRow, empty_row, pack_rows, unsampled_row
 from areal_async.vision.spec import VisionSpec
@@ -63,7 +63,14 @@ class RowPacker:
         # As one sequence the attention of rows that stay together costs more than it does: alike for all, which is all
         # that counts.
         joined = rows if count == 1 else [_joined(rows[place : place + count]) for place in range(0, len(rows), count)]
-        parts = divide(joined, flops=self.flops, token_budget=self.token_budget, ranks=self.dims.data, fit=self.fit)
+        parts = divide(
+            joined,
+            flops=self.flops,
+            token_budget=self.token_budget,
+            ranks=self.dims.data,
+            fit=self.fit,
+            vision=self.vision,
+        )
         return [[count * member + place for member in part for place in range(count)] for part in parts]
 
     def pack(
@@ -105,6 +112,7 @@ def divide(
     token_budget: int,
     ranks: Ranks,
     fit: Callable[[int], int] | None = None,
+    vision: VisionSpec | None = None,
 ) -> Parts:
     """Return the indices of the sequences in each row; as many rows on every rank, the last of which may be empty.
 
@@ -112,12 +120,13 @@ def divide(
 
     Args:
         fit: makes of the rows that are needed the number that suits the model's layout, not a smaller one.
+        vision: how the model sees; None where it does not.
 
     Raises:
         UserError: a sequence is longer than a row.
     """
     lengths = [row.num_tokens for row in rows]
-    costs = [flops.forward(row.num_tokens, int(row.loss_mask.sum())) for row in rows]
+    costs = row_costs(rows, flops, vision)
     num_rows = ranks.largest(len(pack(lengths, token_budget=token_budget)))
     if fit is not None and num_rows:
         num_rows = fit(num_rows)

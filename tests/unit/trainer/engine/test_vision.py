@@ -1,5 +1,6 @@
 """A model that sees computes as transformers does with each document alone, however rows are packed and shared."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,17 @@ def test_an_image_that_siblings_share_is_encoded_once_in_a_row(seeing: Path, ran
     engine.logprobs(siblings)
 
     assert [len(one.pooler_output) for one in made] == [6]
+
+
+def test_packed_rows_are_divided_by_what_their_images_cost_too(seeing: Path, ranks: Ranks) -> None:
+    """Two rows with an image each do not share a packed one where two of text, as long, could."""
+    engine = engine_of(seeing, ranks, token_budget=32)
+    rows = [seeing_row([png(index)], index=index) for index in (0, 1)]
+    text = [replace(seeing_row([], index=index, length=13), loss_mask=rows[0].loss_mask) for index in (2, 3)]
+
+    parts = engine._packer.divide([*rows, *text])
+
+    assert sorted(sum(1 for member in part if member < 2) for part in parts) == [1, 1]
 
 
 def test_rows_of_text_alone_leave_the_tower_as_it_is(seeing: Path, ranks: Ranks) -> None:

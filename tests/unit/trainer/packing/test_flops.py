@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from areal_async.trainer.packing.flops import decoder_flops
+from areal_async.vision.spec import Grid
 from tests.unit.trainer.models import FAMILIES, save_model
 from tests.unit.trainer.seeing import SEEING, save_seeing_model
 
@@ -44,6 +45,24 @@ def test_of_a_model_that_sees_the_language_model_is_counted(family: str, tmp_pat
         model(torch.full((1, 7), 5))
 
     assert counter.get_total_flops() == flops.forward(7, 7) + flops.per_pair * 21
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_the_count_of_a_tower_is_that_of_its_operations(family: str, tmp_path: Path) -> None:
+    """Windows of 2 x 2 tokens among them, the last ones of which are smaller."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(
+        save_seeing_model(tmp_path, family), attn_implementation="eager"
+    )
+    tower, flops = model.base_model.visual, decoder_flops(model).tower
+    assert flops is not None
+
+    for grid in (Grid(1, 2, 2), Grid(1, 4, 8), Grid(1, 6, 10)):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            tower(torch.zeros(grid.h * grid.w, 96), grid_thw=torch.tensor([grid]))
+
+        assert counter.get_total_flops() == flops.forward(grid)
 
 
 def test_training_costs_three_forward_passes_and_only_scored_tokens_pay_for_the_head(model: Path) -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from areal_async.trainer.packing.images import with_images
+from areal_async.trainer.packing.flops import DecoderFlops, TowerFlops
+from areal_async.trainer.packing.images import row_costs, with_images
 from areal_async.trainer.packing.rows import PackedImages, TrainRow, empty_row, pack_rows
 from areal_async.vision.pixels import patches
 from areal_async.vision.spec import VisionSpec
@@ -73,6 +74,19 @@ def test_a_row_that_shows_nothing_has_a_blank_image_that_no_token_shows(spec: Vi
         assert images.grids_N3.tolist() == [[1, 2, 2]]
         assert not len(images.at_I)
         assert not len(images.shown_I)
+
+
+def test_rows_share_what_their_images_cost_and_text_has_no_part_of_it(spec: VisionSpec) -> None:
+    """As if those that show an image shared a packed row, where it is encoded once."""
+    tower = TowerFlops(per_patch=100, per_token=0, per_pair=1, merge_size=2)
+    flops = DecoderFlops(per_token=1, per_scored_token=0, per_pair=0, tower=tower)
+    shared, own = png(0), png(1, width=SMALL, height=SMALL)
+    rows = [seeing_row(images, index=index) for index, images in enumerate([[], [shared], [shared, own, own]])]
+    text = [row.num_tokens for row in rows]
+
+    # 24 patches and 4.
+    assert row_costs(rows, flops, spec) == [text[0], text[1] + 1488, text[2] + 1488 + 416]
+    assert row_costs(rows, replace(flops, tower=None), spec) == text
 
 
 def test_other_images_than_the_tokens_say_are_refused(spec: VisionSpec) -> None:
