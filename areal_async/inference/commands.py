@@ -26,6 +26,11 @@ SGLANG_ON_CPU = (
     *("--max-total-tokens", "65536"),
 )
 """SGLang's defaults want a GPU; ``inference.flags`` come later on the command line and win."""
+UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
+"""Has SGLang's few compiled functions run as they are written: else a model that sees has its rotary embedding compiled
+as it starts, on a CPU by a C++ compiler, which takes as long as all the rest of the start and has to be there."""
+COMPILED = "--enable-torch-compile"
+"""SGLang's flag with which it compiles whole models."""
 MEMORY_SAVER = "--enable-memory-saver"
 """SGLang's flag without which it releases nothing when it is told to."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -109,6 +114,7 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
         if not gpus:
             arguments += SGLANG_ON_CPU
             environment |= {"OMP_NUM_THREADS": str(inference.num_threads)}
+            environment |= UNCOMPILED if COMPILED not in inference.flags else {}
     else:
         arguments += ["--device", "auto", "--num-threads", str(inference.num_threads)]
     admin_key = _value_of(SGLANG_KEY, inference.flags) if is_sglang else secrets.token_urlsafe(NUM_SECRET_BYTES)

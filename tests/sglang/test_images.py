@@ -49,9 +49,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return [build_seeing_model(folder, seed=seed, family=request.param) for seed, folder in enumerate(folders)]
 
 
-@pytest.fixture(
-    scope="module", params=["embedded", pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.nightly])]
-)
+@pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def shared_server(request: pytest.FixtureRequest, models: list[Path]) -> Iterator[Server]:
     if request.param == "sglang":
         find_sglang()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB_SIZE = 258
 CONTEXT_LENGTH = 512
 START_DEADLINE_S = 240.0
+POLL_S = 0.05
 
 
 def build_model(folder: Path, *, seed: int) -> Path:
@@ -151,11 +152,12 @@ class Server:
         return subprocess.Popen(command(model_path, port, *flags))
 
     def _is_up(self) -> bool:
-        try:
-            return self.http.get("/health").status_code == 200
-        except httpx.TransportError:
-            select.select([], [], [], 0.05)
-            return False
+        with suppress(httpx.TransportError):
+            if self.http.get("/health").status_code == 200:
+                return True
+        # One that starts says 503 at once; asked without a pause it would have no core of two to start on.
+        select.select([], [], [], POLL_S)
+        return False
 
     def close(self) -> None:
         self.http.close()

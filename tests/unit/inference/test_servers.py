@@ -18,6 +18,7 @@ from areal_async.errors import UserError
 from areal_async.inference import servers
 from areal_async.inference.admin_key import VARIABLE
 from areal_async.inference.commands import (
+    COMPILED,
     IMAGES,
     MAX_SERVERS_ON_CPU,
     ServerCommand,
@@ -75,7 +76,9 @@ def test_sglang_is_told_that_there_is_no_gpu_and_the_users_flags_win(monkeypatch
     line = " ".join(command.on_port(1))
     assert "--device cpu --attention-backend torch_native" in line
     assert line.index("--max-total-tokens 65536") < line.index("--max-total-tokens 1024")
-    assert command.environment == {"OMP_NUM_THREADS": "2", **IMAGES}
+    assert command.environment == {"OMP_NUM_THREADS": "2", "TORCH_COMPILE_DISABLE": "1", **IMAGES}
+    compiled = settings_of(python=Path("/sgl/bin/python"), flags=(COMPILED,))
+    assert "TORCH_COMPILE_DISABLE" not in server_command(compiled, server_id="n0-0", index=0).environment
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert "--device" not in server_command(settings, server_id="n0-0", index=0).arguments
 
