@@ -237,9 +237,10 @@ class InferenceSettings(Section):
     """SGLang's parser that finds the tool calls in replies, by its name there (``qwen25``, ``llama3``, ...), asked for
     each reply to a model with tools; ``None`` finds them here, by the format that the model's chat template teaches."""
     first_token_deadline_s: float = Field(default=300.0, gt=0)
-    """Seconds from sending a request to its first event."""
+    """Seconds from sending a request to its first event. A server that gives nobody a token while one waits for so long
+    is started anew, whatever it says of its health."""
     between_tokens_deadline_s: float = Field(default=120.0, gt=0)
-    """Seconds between two events of one stream."""
+    """Seconds between two events of one stream; with the same consequence."""
     total_deadline_s: float | None = Field(default=None, gt=0)
     """Seconds one completion may take in all, waiting for a server included; ``None`` leaves that to its episode's."""
     start_deadline_s: float = Field(default=600.0, gt=0)

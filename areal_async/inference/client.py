@@ -20,7 +20,7 @@ from areal_async.errors import ContextFull, GenerationError
 from areal_async.inference.call_parser import EngineCallParser
 from areal_async.inference.commands import DETERMINISTIC, draws_by_seed
 from areal_async.inference.completion import Completion
-from areal_async.inference.faults import ServerFault
+from areal_async.inference.faults import ServerFault, SilenceFault
 from areal_async.inference.http import StreamClient, StreamTransport, make_client
 from areal_async.inference.pool import KEPT_TOKENS, MIN_ROOM_TOKENS, ServerHandle, ServerPool
 from areal_async.inference.request import check_token_ids
@@ -146,7 +146,7 @@ class InferenceClient:
                 log.warning("stream.broken", server_id=server.id, cause=cause, num_tokens=len(completion.output_ids))
                 kind = type(exc.__cause__ or exc).__name__
                 spans.note_break(server.id, kind, cause, num_tokens=len(completion.output_ids))
-                self.pool.cast_doubt(server, cause)
+                self.pool.cast_doubt(server, cause, is_silent=isinstance(exc, SilenceFault))
             finally:
                 self.pool.release(server, cost_tokens=cost_tokens)
             completion.end_stream()

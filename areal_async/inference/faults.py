@@ -5,6 +5,10 @@ class ServerFault(Exception):
     """A server did not do what it was asked to."""
 
 
+class SilenceFault(ServerFault):
+    """A server has given nobody a token for as long as one stream may wait for its next."""
+
+
 class RefusalFault(ServerFault):
     """A server answered, and the answer was no: it is there."""
 

@@ -49,6 +49,8 @@ class ServerHandle:
     """As ``ServerState.missed``."""
     doubt: str = ""
     """Why it is being asked whether it is well; empty when nobody doubts it."""
+    is_silent: bool = False
+    """It is doubted for having given nobody a token for as long as one stream may wait for its next."""
     doubted: anyio.Event = field(default_factory=anyio.Event)
     outstanding_tokens: int = 0
     """Prompt and largest possible answer of the requests it has."""
@@ -127,7 +129,7 @@ class ServerPool:
         """Send requests to this server: it holds ``version``, verified."""
         server.url, server.version = url, version
         server.fence = server.doubt = server.unreadable = server.missed = ""
-        server.is_held = server.wants_weights = False
+        server.is_held = server.wants_weights = server.is_silent = False
         self._notify()
 
     def hold(self, server: ServerHandle) -> None:
@@ -139,11 +141,12 @@ class ServerPool:
         server.fence, server.doubt, server.version = reason, "", ""
         if reason != STARTING:
             server.failure = reason
-        server.is_held = server.wants_weights = False
+        server.is_held = server.wants_weights = server.is_silent = False
         self._notify()
 
-    def cast_doubt(self, server: ServerHandle, reason: str) -> None:
+    def cast_doubt(self, server: ServerHandle, reason: str, *, is_silent: bool = False) -> None:
         """Report a failed request: nothing more goes there until the supervisor has looked."""
+        server.is_silent |= is_silent and not server.fence
         if server.is_serviceable:
             server.doubt = reason
             server.doubted.set()
@@ -151,6 +154,7 @@ class ServerPool:
     def clear_doubt(self, server: ServerHandle) -> None:
         """Go on using a server that was doubted and is well."""
         server.doubt = ""
+        server.is_silent = False
         server.doubted = anyio.Event()
         self._notify()
 

@@ -17,7 +17,7 @@ import structlog
 
 from areal_async.config.settings import InferenceSettings
 from areal_async.inference.completion import Completion
-from areal_async.inference.faults import ServerFault
+from areal_async.inference.faults import ServerFault, SilenceFault
 from areal_async.inference.http import TRANSPORT_ERRORS, ServerApi, StreamClient, refusal
 from areal_async.inference.pool import ServerHandle
 from areal_async.inference.request import image_data
@@ -73,7 +73,8 @@ class TokenStreams:
         """Receive as much of the completion as one stream gives.
 
         Raises:
-            ServerFault: it broke; what was received is kept.
+            SilenceFault: the server has given no token to anybody since the last event, until that one's deadline.
+            ServerFault: it broke otherwise; what was received is kept.
             GenerationError: the request itself is at fault.
         """
         images: dict[str, msgspec.Raw] = {}
@@ -108,6 +109,7 @@ class TokenStreams:
         now_s = asyncio.get_running_loop().time
         limit_s = self._settings.first_token_deadline_s
         renewed_until_s = 0.0
+        num_tokens_of_all = server.num_generated_tokens
         asked_s = time.monotonic()  # a loop's own clock may go by milliseconds
         num_before, is_silent = len(completion.output_ids), True
         try:
@@ -129,6 +131,7 @@ class TokenStreams:
                             is_silent = False
                             server.num_first_tokens += 1
                             server.first_token_total_s += time.monotonic() - asked_s
+                        num_tokens_of_all = server.num_generated_tokens
                         limit_s = self._settings.between_tokens_deadline_s
                         due_s = now_s() + limit_s
                         if due_s > renewed_until_s:  # now and then: a timer moved at each event costs more than it
@@ -138,7 +141,8 @@ class TokenStreams:
             if not deadline.expired():
                 raise
             if not is_over:
-                raise ServerFault(f"no event for {limit_s:g} s") from exc
+                kind = SilenceFault if server.num_generated_tokens == num_tokens_of_all else ServerFault
+                raise kind(f"no event for {limit_s:g} s") from exc
         if not is_over:
             raise ServerFault("the stream ended early")
 

@@ -1,6 +1,7 @@
 """Keeps one server alive, healthy and sent as much as it can do, and has it kept on the newest weights.
 
-Invariant: a server that failed is fenced before anything else happens to it. One that served is started again however
+Invariant: a server that failed is fenced before anything else happens to it; so has one that hangs, which is unhealthy,
+gives nobody a token until a stream's deadline, or does not answer an update. One that served is started again however
 often it dies; one that never gets to serve is given up after a few starts, with its cause.
 """
 
@@ -143,6 +144,8 @@ class ServerSupervisor:
                     return f"failed {num_failed_checks} health checks in a row"
                 continue
             num_failed_checks = 0
+            if self._server.is_silent and not self._updater.is_updating:
+                return f"says that it is healthy, and has given nobody a token: {self._server.doubt}"
             if self._server.doubted.is_set():
                 num_tokens = self._server.num_generated_tokens
                 num_failed_requests = num_failed_requests + 1 if num_tokens == num_tokens_at_doubt else 1

@@ -21,7 +21,7 @@ from areal_async.errors import UserError
 from areal_async.inference.card import SharedCard
 from areal_async.inference.commands import NO_VERSION, choose_backend
 from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
-from areal_async.inference.http import ServerApi
+from areal_async.inference.http import TRANSPORT_ERRORS, ServerApi
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.servers import HEALTH_DEADLINE_S
 from areal_async.inference.swap import (
@@ -355,7 +355,7 @@ class Updater:
         """Update the server; None when that failed, and the server is well: it is fenced, paused and to be restored.
 
         Raises:
-            ServerFault: it does not answer any more, or could not be restored from files.
+            ServerFault: it does not answer (any more), or could not be restored from files.
         """
         settings, mode = self._around.settings, self._around.settings.interrupt
         is_serving = bool(self._server.version)
@@ -377,6 +377,8 @@ class Updater:
             log.warning("update.failed", server_id=self._server.id, version=order.version, cause=str(exc))
             self._give_up_place()
             await self._around.fence(self._server, f"update to {order.version} failed: {exc}")
+            if not by_broadcast and isinstance(exc.__cause__, TRANSPORT_ERRORS):
+                raise  # it had all the time that a load may take, and would be asked for the same once more
             group, self._group = self._group, ""
             try:
                 await abandon(self._api, group)

@@ -3,7 +3,8 @@
 In a test: ``async with FakeSglang(script) as server``; the script sees each request and writes the stream,
 byte by byte if it likes. As a process (``python -m sglang.launch_server``, see beside): it answers with
 tokens that count upwards; held by ``/hold`` it answers nothing until ``/release``, ``/exit`` ends it, and after
-``/fall`` it is killed by its next update.
+``/fall`` it is killed by its next update. After ``/hang`` and one more event it says that it is healthy, and generates
+and updates nothing, nor does it end when it is asked to.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Self
@@ -100,6 +102,7 @@ class FakeSglang:
         self._runs = asyncio.Event()
         self._runs.set()
         self._aborted = asyncio.Event()
+        self._num_events_left = sys.maxsize
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -176,6 +179,10 @@ class FakeSglang:
                 self._runs.set()
             elif route == "/fall":
                 self.is_to_fall = True
+            elif route == "/hang":
+                self._num_events_left = 1
+                self.silent.add("/update_weights_from_disk")
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             elif route == "/exit":
                 os._exit(3)
             sampled = [request["sampling_params"] for request in self.requests]
@@ -201,6 +208,9 @@ class FakeSglang:
             if await self._is_aborted():
                 await stream.send([], self.version, finish_reason={"type": "abort"})
                 break
+            if not self._num_events_left:
+                await asyncio.Event().wait()
+            self._num_events_left -= 1
             part = ids[start : start + self.stream_interval]
             is_last = start + len(part) == len(ids)
             spans = [{"version": self.version, "start": 0, "end": len(ids)}] if is_last else None

@@ -312,6 +312,34 @@ async def test_stream_that_falls_silent_is_given_up_after_its_deadline() -> None
     assert [route for route, _ in server.calls] == ["/abort_request"]
 
 
+@pytest.mark.parametrize("has_other", [False, True])
+async def test_server_is_silent_only_while_it_gives_nobody_a_token(has_other: bool) -> None:
+    told = anyio.Event()
+
+    async def script(request: dict[str, Any], stream: EventStream) -> None:
+        if request["input_ids"] == [1]:
+            await stream.send([10], "1-0")
+            await anyio.sleep_forever()
+        await stream.send([11, 2], "1-0", finish_reason=STOP, weight_versions=[span("1-0", 0, 2)])
+        await stream.finish()
+
+    async with client_of(FakeSglang(script), pool_deadline_s=0.05, between_tokens_deadline_s=1) as client:
+        known = client.pool.servers["s0"]
+
+        async def fail() -> None:
+            with pytest.raises(GenerationError, match="no event for 1 s"):
+                await client.generate([1], PARAMS, on_tokens=lambda _: told.set())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fail)
+            await told.wait()
+            if has_other:
+                await client.generate([3], PARAMS)
+
+    assert known.doubt
+    assert known.is_silent is not has_other
+
+
 async def test_completion_waits_for_a_server_and_goes_on_when_one_is_admitted() -> None:
     server = FakeSglang(streaming(*TWO_EVENTS))
     async with client_of(server) as client:

@@ -169,6 +169,30 @@ async def test_server_that_serves_may_be_killed_more_often_than_one_that_does_no
         await yard.serving("n0-0")
 
 
+async def test_server_that_hangs_while_it_says_it_is_healthy_is_fenced_killed_and_started_again(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one silent stream, for others would wait as long; it goes on where it was."""
+    monkeypatch.setattr("areal_async.inference.servers.STOP_DEADLINE_S", 0.1)
+    inference = settings.inference.model_copy(update={"between_tokens_deadline_s": 1.0})
+    async with yard_of(settings.model_copy(update={"inference": inference}), tmp_path) as (yard, client):
+        (server,) = await yard.serving("n0-0")
+        hung = server.url
+        await tell(server, "/hang")
+
+        turn, server = await client.generate([1], PARAMS)
+
+        assert turn.output_ids == [*ANSWER[:8], *ANSWER[:3], 2], "the next one begins its count anew"
+        assert server.url != hung
+        assert not server.is_silent
+        with pytest.raises(OSError, match="refused"):
+            await anyio.to_thread.run_sync(lambda: urllib.request.urlopen(f"{hung}/health", timeout=60))
+
+    reason = "says that it is healthy, and has given nobody a token: TimeoutError: no event for 1 s"
+    assert list(dict.fromkeys(yard.states["n0-0"])) == ["starting", "1-0", reason]
+    assert yard.states["n0-0"].count("starting") == 2
+
+
 async def test_server_that_is_killed_in_the_middle_of_an_update_is_said_to_have_been_killed(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

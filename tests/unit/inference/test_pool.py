@@ -38,9 +38,12 @@ async def test_doubted_server_gets_nothing_until_the_doubt_is_cleared() -> None:
 
     pool.cast_doubt(servers[0], "stream broke")
     assert await pool.choose() is servers[1]
+    pool.cast_doubt(servers[0], "no event", is_silent=True)
+    assert servers[0].is_silent, "whichever request failed first"
     pool.clear_doubt(servers[0])
     assert await pool.choose() is servers[0]
     assert not servers[0].doubted.is_set()
+    assert not servers[0].is_silent
 
 
 async def test_fenced_server_holds_no_version_until_it_is_admitted_again() -> None:

@@ -64,10 +64,12 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene_of(fake: FakeSglang, *, transfer_deadline_s: float = 0.5) -> AsyncIterator[Scene]:
+async def scene_of(
+    fake: FakeSglang, *, transfer_deadline_s: float = 0.5, start_deadline_s: float = 60
+) -> AsyncIterator[Scene]:
     scenes: list[Scene] = []
     around = FleetContext(
-        settings=InferenceSettings(transfer_deadline_s=transfer_deadline_s),
+        settings=InferenceSettings(transfer_deadline_s=transfer_deadline_s, start_deadline_s=start_deadline_s),
         pool=ServerPool(["s0"], deadline_s=60),
         verifier=Verifier(has_sha256=True),
         publish=lambda server: scenes[0].publish(server),
@@ -302,6 +304,23 @@ async def test_server_that_answers_nothing_any_more_is_given_up_with_both_causes
 
     assert "not over within inference.transfer_deadline_s" in scene.reasons[0]
     assert "cannot be repaired in place: /end_weight_update: " in scene.reasons[0]
+    assert (scene.server.version, fake.is_paused) == ("", True)
+
+
+async def test_server_that_does_not_answer_an_update_from_disk_is_not_asked_for_it_again() -> None:
+    """One that answers every other order would be asked for the same again, and be waited for as long."""
+    fake = FakeSglang()
+    async with scene_of(fake, start_deadline_s=1.0) as scene:
+        scene.announce(on_disk("1-0"))
+        await scene.until("1-0")
+        assert scene.routes == RESTORED
+        fake.silent.add("/update_weights_from_disk")
+        scene.announce(on_disk("1-1"))
+        await scene.given_up.wait()
+
+    assert scene.reasons[0].startswith("weights 1-1: /update_weights_from_disk: ")
+    assert scene.server.fence.startswith("update to 1-1 failed: /update_weights_from_disk: ")
+    assert scene.routes == ["/pause_generation"], "what is not answered is not noted"
     assert (scene.server.version, fake.is_paused) == ("", True)
 
 
