@@ -16,7 +16,7 @@ from areal_async.monitor.token_views import TokenKind, TokenView, token_views
 from areal_async.monitor.trajectory_list import Entry
 from areal_async.monitor.transcript import MASKED, Barred, legend, style_of, token_table
 from areal_async.protocol.types import Trajectory
-from areal_async.trainer.output.archive_reader import ArchivedTrajectory, shown_by
+from areal_async.trainer.output.archive_reader import ArchivedTrajectory
 
 BOUNDARY = "bold blue"
 
@@ -49,7 +49,7 @@ def draw(
         parts += _blocks(views)
         if with_tokens:
             parts.append(token_table(views, sequence))
-    if shown := shown_by(trajectory):
+    if shown := trajectory.images:
         parts.append(Text(f"images, in {images_in}:"))
         parts += [
             Text(f"  sha256 {ref.sha256}, {ref.width}x{ref.height}, {ref.num_bytes} bytes") for ref in shown.values()

@@ -250,6 +250,11 @@ class Trajectory(Record, frozen=True, kw_only=True):
     info: dict[str, float] = {}
     """The workflow's own metrics, and those that each trajectory has (``fields.OWN_INFO``)."""
 
+    @property
+    def images(self) -> dict[str, ImageRef]:
+        """What its tokens show, each once, by hash, in their order."""
+        return {image.sha256: image for sequence in self.sequences for image in sequence.images or ()}
+
 
 class StoredMessage(Record, frozen=True, kw_only=True):
     """A trajectory message in the stream, as its headers tell it."""

@@ -145,8 +145,7 @@ class Outbox:
             number += 1
 
     def _unstored(self, trajectory: Trajectory) -> list[ImageRef]:
-        shown = dict.fromkeys(ref for sequence in trajectory.sequences for ref in sequence.images or ())
-        return [ref for ref in shown if ref not in self._stored_images]
+        return [ref for ref in trajectory.images.values() if ref not in self._stored_images]
 
     def _freeze(self) -> _Frozen:
         """Take as many finished slots as fit into one message; no image of the first is missing."""

@@ -33,7 +33,6 @@ from areal_async.trainer.output.archive_reader import (
     ArchivedTrajectory,
     Line,
     read_recorded,
-    shown_by,
     whole_steps,
 )
 from areal_async.trainer.output.archived_images import read_images
@@ -144,7 +143,7 @@ class Replay:
         mine = self._shards.own_slots(slots)
         positions = {slot.position for slot in mine}
         trajectories = {one.position: one.trajectory for one in recorded if one.position in positions}
-        shown = {sha256 for one in trajectories.values() for sha256 in shown_by(one)}
+        shown = {sha256 for one in trajectories.values() for sha256 in one.images}
         shard = RankShard(
             cut=self._cut_of(recorded, made),
             slots=slots,

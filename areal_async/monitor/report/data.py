@@ -23,7 +23,7 @@ from areal_async.monitor.token_views import TokenView, token_views
 from areal_async.monitor.trajectory_list import Entry, entry_of
 from areal_async.process.json_lines import JsonLines, Line, read_json_lines
 from areal_async.protocol.types import Version
-from areal_async.trainer.output.archive_reader import ArchivedTrajectory, archive_files, read_recorded, shown_by
+from areal_async.trainer.output.archive_reader import ArchivedTrajectory, archive_files, read_recorded
 from areal_async.trainer.output.archived_images import find_images, image_files
 
 AGED_STEPS = 20
@@ -159,7 +159,7 @@ class _Pictures:
 
     def __call__(self, recorded: ArchivedTrajectory) -> list[list[str]]:
         """Return those of each sequence as ``data:`` URLs, empty for what has no room or is not there."""
-        wanted = shown_by(recorded.trajectory)
+        wanted = recorded.trajectory.images
         images: dict[str, bytes] = {}
         if wanted:
             with suppress(UserError):  # damaged: doctor tells

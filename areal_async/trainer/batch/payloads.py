@@ -173,7 +173,7 @@ async def fetch(
             fetching.start_soon(fetch_message, sequence, same)
     images, refused = await _fetch_images(bus, _shown(slots, found), check_image, limiter)
     for slot in slots:
-        for image in images_of(found[slot.position]) if slot.position in found else ():
+        for image in found[slot.position].images.values() if slot.position in found else ():
             if (why := refused.get((slot.group_id, image))) is not None:
                 missing[slot.key] = why
                 del found[slot.position]
@@ -181,15 +181,10 @@ async def fetch(
     return Fetched(found, dict(sorted(missing.items())), images)
 
 
-def images_of(trajectory: Trajectory) -> list[ImageRef]:
-    """Return what a trajectory shows, each once."""
-    return list(dict.fromkeys(image for sequence in trajectory.sequences for image in sequence.images or ()))
-
-
 def _shown(slots: Sequence[BatchSlot], found: Mapping[int, Trajectory]) -> list[tuple[str, ImageRef]]:
     """Return the images of each group, each once."""
     shown = ((slot.group_id, found[slot.position]) for slot in slots if slot.position in found)
-    return list(dict.fromkeys((group_id, image) for group_id, one in shown for image in images_of(one)))
+    return list(dict.fromkeys((group_id, image) for group_id, one in shown for image in one.images.values()))
 
 
 async def _fetch_images(

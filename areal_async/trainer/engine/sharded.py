@@ -80,11 +80,6 @@ class ModelEngine(Generic[T]):
         """Words of the model's embedding."""
         return int(self._model.decoder.config.get_text_config().vocab_size)
 
-    @property
-    def vision(self) -> VisionSpec | None:
-        """How the model sees; None of one that reads text alone."""
-        return self._packer.vision
-
     def full_parameters(self) -> dict[str, Tensor]:
         """Return copies of all parameters, whole, in float32, on the CPU of rank 0; nothing elsewhere. A collective."""
         buckets = weights.plan(self._model.decoder, torch.float32, max_bytes=0)

@@ -171,17 +171,12 @@ def find_archived(
             found |= {
                 one.trajectory.slot.sample_uid: one.trajectory for one in rows if one.trajectory.slot.sample_uid in uids
             }
-    wanted = {sha256 for one in found.values() for sha256 in shown_by(one)}
+    wanted = {sha256 for one in found.values() for sha256 in one.images}
     images: dict[str, bytes] = {}
     for path in sorted((run_directory / archived_images.FOLDER).rglob(name)) if wanted else ():
         with suppress(UserError):
             images |= archived_images.find_images([path], wanted - images.keys())
-    return {uid: one for uid, one in found.items() if shown_by(one).keys() <= images.keys()}, images
-
-
-def shown_by(trajectory: Trajectory) -> dict[str, ImageRef]:
-    """Return the images that the tokens of a trajectory show, each once, by hash, in their order."""
-    return {ref.sha256: ref for sequence in trajectory.sequences for ref in sequence.images or ()}
+    return {uid: one for uid, one in found.items() if one.images.keys() <= images.keys()}, images
 
 
 def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[ArchivedTrajectory]:

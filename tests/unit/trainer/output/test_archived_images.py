@@ -16,7 +16,7 @@ from areal_async.protocol.types import Cut, CutSlot, Version
 from areal_async.trainer.batch.payloads import BatchSlot
 from areal_async.trainer.output import archived_images
 from areal_async.trainer.output.archive import abandon_archive
-from areal_async.trainer.output.archive_reader import archive_files, find_archived, read_recorded, shown_by
+from areal_async.trainer.output.archive_reader import archive_files, find_archived, read_recorded
 from areal_async.trainer.output.archived_images import each_image, image_files, read_images
 from tests.unit.trainer.archives import archive_seeing_step, archive_shard, archive_step
 from tests.unit.trainer.models import rows_as_trained
@@ -48,7 +48,7 @@ def test_archived_sequences_name_the_images_of_their_tokens_in_their_order(tmp_p
     (paths,) = archive_files(tmp_path).values()
     recorded = read_recorded(paths)
 
-    images = read_images(tmp_path, MADE, {sha256 for one in recorded for sha256 in shown_by(one.trajectory)})
+    images = read_images(tmp_path, MADE, {sha256 for one in recorded for sha256 in one.trajectory.images})
 
     for one, row in zip(recorded, rows, strict=True):
         (sequence,) = one.trajectory.sequences
@@ -73,7 +73,7 @@ def test_a_sequence_without_images_beside_one_with_some_comes_back_as_it_was(tmp
         trajectories={0: both},
         advantages={0: np.float32([0.5])},
         rows=rows_as_trained({0: both}, {0: 0.5}),
-        images=read_images(tmp_path / "made", MADE, shown_by(both)),
+        images=read_images(tmp_path / "made", MADE, both.images),
     )
 
     (read,) = read_recorded([tmp_path / "trajectories" / NAME])
