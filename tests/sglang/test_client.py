@@ -19,6 +19,7 @@ from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import KEPT_TOKENS, MIN_ROOM_TOKENS, ServerPool
 from areal_async.inference.swap import swap
 from areal_async.protocol.types import Turn, WeightsVersion
+from areal_async.vision.spec import VisionSpec
 from tests.sglang.relay import only_beginnings
 from tests.sglang.scoring import assert_scored_by, assert_whole
 from tests.unit.inference.embedded_engine import CONTEXT_LENGTH, Server, prompt_of
@@ -36,11 +37,12 @@ def anyio_backend() -> Any:
 
 
 @asynccontextmanager
-async def client_of(*servers: Server) -> AsyncIterator[InferenceClient]:
+async def client_of(*servers: Server, vision: VisionSpec | None = None) -> AsyncIterator[InferenceClient]:
     pool = ServerPool([f"s{index}" for index in range(len(servers))], deadline_s=60)
     for known, server in zip(pool.servers.values(), servers, strict=True):
         pool.admit(known, url=str(server.http.base_url).rstrip("/"), version="0-0")
-    async with InferenceClient(pool, InferenceSettings(), max_streams=16, vocab_size=1 << 20) as client:
+    client = InferenceClient(pool, InferenceSettings(), max_streams=16, vocab_size=1 << 20, vision=vision)
+    async with client:
         yield client
 
 

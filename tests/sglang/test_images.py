@@ -8,10 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
+from areal_async.inference.http import ServerApi
+from areal_async.inference.swap import swap as change
+from areal_async.protocol.types import WeightsVersion
+from areal_async.vision.images import take_image
+from areal_async.vision.spec import VisionSpec
 from tests.sglang.conftest import SglangServer, find_sglang
+from tests.sglang.scoring import assert_whole
+from tests.sglang.test_client import client_of
 from tests.sglang.test_contract import swap
 from tests.unit.inference.broadcasting import Trainer
 from tests.unit.inference.embedded_engine import Server, Stream, prompt_of, restored
@@ -251,6 +259,41 @@ def test_a_broadcast_in_the_middle_of_an_answer_changes_what_is_seen(server: Ser
     assert_scored_by(models[0], PROMPT, [CAT], stream.output_ids, stream.logprobs, slice(0, old["end"]))
     assert_scored_by(models[1], PROMPT, [CAT], stream.output_ids, stream.logprobs, slice(new["start"], LONG))
     scored(server, models[1], PROMPT, [CAT])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+async def test_the_client_goes_on_about_its_images_under_new_weights(
+    server: Server, models: list[Path], mode: str
+) -> None:
+    """Its prompts are expanded, in the next turn too; what was aborted is sent anew, with what was said."""
+    vision = VisionSpec.read(models[0])
+    assert vision is not None
+    images = [take_image(png, vision) for png in (CAT, DOG)]
+    params = {"max_new_tokens": LONG, "temperature": 0.0, "ignore_eos": True}
+    async with client_of(server, vision=vision) as client:
+        known = client.pool.servers["s0"]
+
+        async def update() -> None:
+            while known.num_generated_tokens < 20:  # noqa: ASYNC110 -- a counter has no event
+                await anyio.sleep(0.01)
+            target = WeightsVersion(version="0-1", path=str(models[1]))
+            await change(ServerApi(client.administration, known.url), target, mode=mode, deadline_s=60)
+            client.pool.admit(known, url=known.url, version="0-1")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(update)
+            turn, _ = await client.generate(expanded(models[0], PROMPT, [CAT]), params, images=images[:1])
+        more = [*PROMPT, *turn.output_ids[:20], *SHOWN]
+        short = {**params, "max_new_tokens": 8}
+        next_turn, _ = await client.generate(expanded(models[0], more, [CAT, DOG]), short, images=images)
+
+    assert_whole(turn, LONG)
+    old, new = turn.spans
+    assert (old.version, new.version, turn.oldest) == ("0-0", "0-1", "0-0")
+    for model, span in zip(models, (slice(0, old.end), slice(new.start, LONG)), strict=True):
+        assert_scored_by(model, PROMPT, [CAT], turn.output_ids, turn.logprobs, span)
+    assert_scored_by(models[1], more, [CAT, DOG], next_turn.output_ids, next_turn.logprobs, slice(None))
 
 
 def test_an_aborting_pause_ends_an_answer_about_an_image(server: Server) -> None:
