@@ -11,6 +11,7 @@ from areal_async.errors import RewardError
 from areal_async.sandbox import SandboxLimits
 from rewards.answer_format import has_sections
 from rewards.code_tests import passes_all, program_in
+from rewards.count import count_matches
 from rewards.countdown import target_reached
 from rewards.json_schema import json_matches
 from rewards.math_answer import final_number_matches
@@ -35,6 +36,7 @@ AWAITED: Final[dict[str, Callable[[str], Awaitable[float]]]] = {
 }
 PLAIN: Final[dict[str, Callable[[str], Any]]] = {
     "a choice": lambda text: choice_matches(text, "C"),
+    "a count": lambda text: count_matches(text, 7),
     "a game": lambda text: target_reached(text, [3, 4], 7),
     "a layout": has_sections,
 }
