@@ -36,14 +36,19 @@ TAGS: Final = (VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
 MARKED_IMAGE: Final = VISION_START + IMAGE_PAD + VISION_END
 
 CHAT_TEMPLATE: Final = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% for message in messages %}"
+    "{% set is_told = message['role'] == 'tool' %}"
+    "<|im_start|>{{ 'user' if is_told else message['role'] }}\n{% if is_told %}<tool_response>{% endif %}"
     "{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}"
+    "{% else %}{% for part in message['content'] or [] %}"
     "{% if part['type'] in ('image', 'image_url') %}"
     f"{MARKED_IMAGE}"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
+    "{% if is_told %}</tool_response>{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+"""Calls and what they are answered in Hermes' format, without the tools' schemas."""
 
 TEXT: Final[dict[str, Any]] = {
     "hidden_size": 64,
@@ -122,9 +127,14 @@ def make_model(family: str, tokenizer: Any, seed: int) -> Any:
 
 
 def write_folder(folder: Path, *, family: str, seed: int = 1) -> Path:
-    """Write a model's folder with its tokenizer and what prepares its images, and return it."""
+    """Write an untrained model's folder, and return it."""
     tokenizer = make_tokenizer()
-    save_model(make_model(family, tokenizer, seed), tokenizer, folder)
+    return save(make_model(family, tokenizer, seed), tokenizer, folder, family=family)
+
+
+def save(model: Any, tokenizer: Any, folder: Path, *, family: str) -> Path:
+    """Write a model's folder with its tokenizer and what prepares its images, and return it."""
+    save_model(model, tokenizer, folder)
     merging = {"temporal_patch_size": VISION["temporal_patch_size"], "merge_size": VISION["spatial_merge_size"]}
     images = PROCESSORS[family] | merging
     videos = {name: value for name, value in images.items() if name != "image_processor_type"}

@@ -50,6 +50,20 @@ def test_answer_depends_on_the_image(family: str, tmp_path: Path) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) < 300_000
 
 
+def test_template_writes_calls_and_what_they_are_answered(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(write_folder(tmp_path / "model", family="qwen3_vl"))
+    call = {"function": {"name": "look", "arguments": {"at": 1}}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "image"}]},
+    ]
+
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == (
+        '<|im_start|>assistant\n<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call><|im_end|>\n'
+        f"<|im_start|>user\n<tool_response>{MARKED_IMAGE}</tool_response><|im_end|>\n"
+    )
+
+
 def test_template_writes_one_placeholder_between_marks_for_each_image(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(write_folder(tmp_path / "model", family="qwen3_vl"))
     parts = [{"type": "image_url", "image_url": {"url": ""}}, {"type": "text", "text": "?"}, {"type": "image"}]
