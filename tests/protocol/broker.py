@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from areal_async.bus.images import Images
 from areal_async.bus.sweep import StoredSequences
 from areal_async.errors import BusError, ConflictError, ConsumerGoneError, StreamFullError
 from areal_async.protocol import wire
@@ -110,6 +111,8 @@ class Broker:
     """Every write of a key, by revision: what servers that are not up to date hold is a beginning of it."""
     tickets: dict[int, Lease] = field(default_factory=dict)
     trajectories: dict[int, StoredMessage] = field(default_factory=dict)
+    images: set[str] = field(default_factory=set)
+    """Groups of which an image is stored."""
     consumers: dict[int, Consumer] = field(default_factory=dict)
     dying: set[int] = field(default_factory=set)
     """Lineages whose consumer the cluster has deleted, and the leader of the stream has not heard of it yet."""
@@ -153,6 +156,7 @@ class ModelBus:
         self.lineage = 0
         """Of the trainer that this is; for whoever judges what is written."""
         self.api = _Api(self)
+        self.images = ModelImages(world)
         self.is_clustered = world.config.is_clustered
         self._seen: dict[str, int] = {}
         """How far each thing was when this process last read or wrote it: who knows less is not believed."""
@@ -390,6 +394,32 @@ class ModelBus:
             gone = self._broker.delete_message(message.sequence)
             if gone is not None:
                 self._world.oracle.on_removed(gone, "acked")
+
+
+class ModelImages(Images):
+    """The stream of images, each group's under one name, with production's rules of what is removed when."""
+
+    def __init__(self, world: World) -> None:
+        self._names = NAMES
+        self._world = world
+
+    async def store(self, group_id: str) -> None:
+        """Store a group's image, as ``put`` does."""
+        await effect()
+        if group_id not in self._world.broker.images:
+            self._world.broker.images.add(group_id)
+            self._world.touch()
+
+    async def groups(self) -> list[str]:
+        await effect()
+        return sorted(self._world.broker.images)
+
+    async def _purge(self, subject: str) -> None:
+        await effect()
+        group_id = subject.split(".")[3]
+        self._world.broker.images.remove(group_id)
+        self._world.touch()
+        self._world.oracle.on_images_removed(group_id)
 
 
 class _Api:

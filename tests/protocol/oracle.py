@@ -236,6 +236,16 @@ class Oracle:
         require(is_recorded, "P1 durable", f"{message.group_id} was {how} without an outcome")
         self.seen[f"trajectory {how}"] += 1
 
+    def on_images_removed(self, group_id: str) -> None:
+        """A trainer has removed a group's images."""
+        require(group_id in self._outcomes, "P1 durable", f"images of {group_id} were removed without an outcome")
+        self.seen["images removed"] += 1
+
+    def on_shown(self, lineage: int, group_id: str) -> None:
+        """A trainer looks for the image of a stored trajectory of a cut."""
+        is_stored = group_id in self._world.broker.images
+        require(is_stored or lineage < self._lineage, "P1 durable", f"{group_id} is to be trained without its image")
+
     def cut_messages(self) -> list[int]:
         """Return where the messages of groups in journalled cuts are: those whose loss leads to a branch."""
         cut = {

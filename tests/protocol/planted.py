@@ -34,13 +34,14 @@ from areal_async.protocol.types import (
     OutcomeKind,
     Slot,
     StoredMessage,
+    Ticket,
 )
 from areal_async.trainer.batch import planner
 from areal_async.trainer.batch.cut import OpenGroup, SpanAge
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.payloads import BatchSlot
 from areal_async.trainer.batch.planner import BatchPlanner, CutPlan, plan_cut
-from tests.protocol.broker import NAMES, ModelBus, TicketDelivery
+from tests.protocol.broker import NAMES, ModelBus, ModelImages, TicketDelivery
 from tests.protocol.roles import ControllerModel, NodeModel
 from tests.protocol.trainer import ModelLedger, TrainerModel
 
@@ -387,6 +388,44 @@ def _(patch: pytest.MonkeyPatch) -> None:
         pass
 
     patch.setattr("areal_async.bus.streams._wait_alone", wait_alone)
+
+
+@_planted("images are removed without asking whether a newer trainer has begun")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = ModelImages.purge
+
+    async def is_newest() -> bool:
+        return True
+
+    async def purge(self: ModelImages, group_ids: Iterable[str], **_: Any) -> None:
+        await right(self, group_ids, is_newest=is_newest)
+
+    patch.setattr(ModelImages, "purge", purge)
+
+
+@_planted("a sweep takes the images of groups that the trainer has not heard of")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BatchPlanner, "is_over", lambda self, group_id: group_id not in self.open)
+
+
+@_planted("a group is over once it is in a cut")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BatchPlanner, "is_over", lambda self, group_id: self.is_closed(group_id))
+
+
+@_planted("a node stores a slot before what it shows")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right, put = NodeModel._store, ModelImages.store
+
+    async def store(self: NodeModel, ticket: Ticket, slots: list[Slot], producer: str) -> None:
+        await right(self, ticket, slots, producer)
+        await put(self.process.bus.images, ticket.group_id)
+
+    async def nothing(self: ModelImages, group_id: str) -> None:
+        pass
+
+    patch.setattr(NodeModel, "_store", store)
+    patch.setattr(ModelImages, "store", nothing)
 
 
 def _have_followers_asked(patch: pytest.MonkeyPatch) -> None:

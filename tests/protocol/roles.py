@@ -255,7 +255,7 @@ class NodeModel:
         self.world.num_processes += 1
         producer = f"p{self.world.num_processes}"
         started: dict[int, Version] = {}
-        rng = self.world.random
+        rng, has_image = self.world.random, not self.world.config.has_images
         while waiting:
             await effect()
             for sibling in waiting:
@@ -264,6 +264,9 @@ class NodeModel:
             ready = [sibling for sibling in waiting if sibling in started and rng.random() < 0.7]
             if ready:
                 slots = [self._slot(ticket, sibling, started[sibling], producer) for sibling in ready]
+                if not has_image:
+                    await bus.images.store(ticket.group_id)
+                    has_image = True
                 await self._store(ticket, slots, producer)
                 waiting = [sibling for sibling in waiting if sibling not in ready]
         await bus.ack_ticket(delivery)

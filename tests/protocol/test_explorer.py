@@ -22,6 +22,10 @@ WHERE = {
     "a lineage reads the stream while its leader still has the older one's consumer": PURGED._replace(
         is_clustered=True, max_held=0
     ),
+    "images are removed without asking whether a newer trainer has begun": Config(has_images=True),
+    "a sweep takes the images of groups that the trainer has not heard of": Config(has_images=True),
+    "a group is over once it is in a cut": Config(has_images=True),
+    "a node stores a slot before what it shows": Config(has_images=True),
 }
 """Settings under which a fault is looked for, where drawn ones seldom lead there."""
 FIRST_SEED = {
@@ -43,6 +47,7 @@ MET = (
     "readmission",
     "prompt passed over",
     "mix changed",
+    "images removed",
     "trajectory acked",
     "trajectory purged",
     "old answer",

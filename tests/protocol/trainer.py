@@ -75,6 +75,8 @@ class TrainerModel:
         await self._restore()
         self.process.spawn(self._run_inbox())
         self.process.spawn(self._run_tickets())
+        if self.world.config.has_images:
+            self.process.spawn(self._run_images())
         await self._run_loop()
 
     @property
@@ -189,6 +191,9 @@ class TrainerModel:
         await effect()
         stored = {slot.sample_uid for message in self.world.broker.trajectories.values() for slot in message.slots}
         slots = slots_of(cut)
+        if self.world.config.has_images:
+            for group_id in {placed.group_id for placed in slots if placed.item.slot.sample_uid in stored}:
+                self.world.oracle.on_shown(self.number, group_id)
         return slots, [placed.key for placed in slots if placed.item.slot.sample_uid not in stored]
 
     async def _publish_weights(self, *, final: bool = False) -> None:
@@ -259,6 +264,14 @@ class TrainerModel:
                 self.caught_up.add("tickets")
                 self.world.touch()
             await idle()
+
+    async def _run_images(self) -> None:
+        num_seen = -1
+        while True:
+            if num_seen == self.world.changes or not self.world.broker.images:
+                await idle()
+            num_seen = self.world.changes
+            await self.bus.images.sweep(lambda one: not self.rules.is_over(one), is_newest=self.lineage.is_newest)
 
     async def _run_planner(self, first_step: int) -> None:
         planner = self.rules

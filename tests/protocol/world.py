@@ -60,6 +60,8 @@ class Config(NamedTuple):
     """Between whom the rows are parted; the mix of several changes on the way."""
     is_clustered: bool = False
     """Whether the broker has several servers, of which one that is not up to date may answer a read."""
+    has_images: bool = False
+    """Whether each trajectory shows an image, the same for all of a group."""
 
     @property
     def rows_of_tasks(self) -> list[int]:
@@ -105,6 +107,7 @@ def any_config(rng: random.Random) -> Config:
         max_held=rng.choice((0, 2, 1000)),
     )
     config = config._replace(is_clustered=config.num_rows == 3 or config.steps == 5)
+    config = config._replace(has_images=config.capacity == 2)
     # Not drawn: the runs of all other seeds stay what they were.
     if config.num_rows == 2 and config.loses_payloads:
         return config._replace(keep=0.5)
