@@ -181,7 +181,7 @@ def packed_attention(
         UserError: the model asks for what is not done here: a mask, a soft cap, sinks, a window that it does not pass.
     """
     _check_call(module, attention_mask, sliding_window, more)
-    if _has_kernel(query, key, value):
+    if has_kernel(query, key, value):
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
         bounds, longest = documents.bounds, max(documents.lengths)
         # The kernel counts the tokens before the one that sees them.
@@ -213,7 +213,7 @@ def _check_call(module: nn.Module, mask: Tensor | None, window: int | None, more
         )
 
 
-def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Say whether torch's flash attention takes these: a GPU, half precision, heads of one width that it knows."""
     return (
         HAS_KERNEL

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from areal_async.errors import UserError
 from areal_async.process.gc_pauses import importing
 from areal_async.trainer.engine.attention import PACKED, register_packed_attention
+from areal_async.trainer.engine.tower_attention import WITHIN_IMAGES, register_tower_attention
 from areal_async.trainer.engine.vision import sees, stored_name
 
 CAUSAL_LM, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
@@ -43,6 +44,7 @@ def empty_decoder(kind: str, folder: Path, *, stored: torch.dtype) -> Any:
         from transformers.core_model_loading import WeightConverter
 
     register_packed_attention()
+    register_tower_attention()
     labels = {"num_labels": 1} if kind == CLASSIFIER else {}
     with _refused(kind, folder):
         config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **labels)
@@ -54,6 +56,8 @@ def empty_decoder(kind: str, folder: Path, *, stored: torch.dtype) -> Any:
             else:
                 auto_class: Any = getattr(transformers, SEEING_LM if sees(config) else kind)
                 decoder = auto_class.from_config(config, dtype=stored, attn_implementation=attention)
+    if sees(config):  # not before: transformers looks for a package behind each name that it does not know so
+        decoder.base_model.visual.config._attn_implementation = WITHIN_IMAGES
     is_quantized = getattr(config, "quantization_config", None) is not None
     conversions = get_model_conversion_mapping(decoder, add_legacy=False)
     if is_quantized or any(isinstance(one, WeightConverter) for one in conversions):

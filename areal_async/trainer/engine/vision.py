@@ -2,8 +2,8 @@
 
 The tower runs apart from the language model, once for each image of a row (``packing.images``), and what it makes goes
 to all tokens that show it; of Qwen3-VL some also goes into the states behind the first layers (DeepStack). transformers
-has both in one call, which takes one image for each that is shown. A tower attends within each image, both ways, and
-by torch's own kernel.
+has both in one call, which takes one image for each that is shown. All that follows from the sizes of images is made
+in host memory and sent along (``tower_attention``): a row waits for no GPU.
 
 Its blocks are sharded as layers are. With tensor parallel all parts hold the whole tower and compute the same with it.
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from areal_async.config.settings import TrainerSettings
 from areal_async.errors import UserError
+from areal_async.trainer.engine.tower_attention import segments_of
 from areal_async.trainer.packing.rows import PackedImages
 from areal_async.vision.spec import FAMILIES
 
@@ -61,6 +62,8 @@ def prepare_tower(decoder: Any, trainer: TrainerSettings, dtype: torch.dtype) ->
             f"trainer.pipeline_parallel: got {trainer.pipeline_parallel} for a {decoder.config.model_type}, need 1 for "
             "a model that sees; shard it (num_ranks), or use tensor_parallel"
         )
+    if hasattr(decoder.base_model.language_model, "_deepstack_process"):
+        decoder.base_model.language_model._deepstack_process = _add_deepstack
     if not any(one.requires_grad for one in tower.parameters()):
         return  # of a reference
     if trainer.lora.is_on and trainer.vision != "freeze":
@@ -78,12 +81,57 @@ def embedded(decoder: Any, token_ids_T: Tensor, images: PackedImages) -> dict[st
     """Return what the language model takes in place of the row's tokens."""
     inputs_TH: Tensor = decoder.get_input_embeddings()(token_ids_T)
     device = token_ids_T.device
-    made = decoder.base_model.visual(torch.cat(list(images.patches)).to(device), grid_thw=images.grids_N3)
+    tower = decoder.base_model.visual
+    made = tower(
+        _sent(torch.cat(list(images.patches)), device),
+        grid_thw=images.grids_N3,
+        **_laid_out(tower, images.grids_N3, device),
+    )
     levels_MH = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
     # An embedding adds the gradients of those who share a part up in one order, on a GPU too.
     shown_IH = [F.embedding(images.shown_I, level).to(inputs_TH.dtype) for level in levels_MH]
     given = {"inputs_embeds": inputs_TH.index_copy(0, images.at_I, shown_IH[0])[None]}
     if len(shown_IH) == 1:
         return given
-    is_shown_T = torch.zeros_like(token_ids_T, dtype=torch.bool).index_fill(0, images.at_I, True)
-    return given | {"visual_pos_masks": is_shown_T[None], "deepstack_visual_embeds": shown_IH[1:]}
+    return given | {"visual_pos_masks": images.at_I, "deepstack_visual_embeds": shown_IH[1:]}
+
+
+def _laid_out(tower: Any, grids_N3: Tensor, device: torch.device) -> dict[str, Any]:
+    """Return what a tower would make of the sizes of images, by transformers' own functions on the CPU."""
+    from transformers import vision_utils
+
+    config = tower.config
+    images = segments_of(vision_utils.get_vision_cu_seqlens(grids_N3), device)
+    positions = vision_utils.get_vision_position_ids(grids_N3, config.spatial_merge_size)
+    given: dict[str, Any] = {
+        "position_ids": _sent(positions, device),
+        "cu_seqlens": images,
+        "max_seqlen": max(images.lengths),
+    }
+    if hasattr(tower, "window_size"):
+        index, bounds = vision_utils.get_vision_window_index(
+            grids_N3, config.spatial_merge_size, config.window_size, config.patch_size
+        )
+        windows = segments_of(bounds, device)
+        given |= {
+            "window_index": _sent(index, device),
+            "cu_window_seqlens": windows,
+            "max_window_seqlen": max(windows.lengths),
+        }
+    if hasattr(tower, "pos_embed"):
+        taps, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            grids_N3, num_grid_per_side=tower.num_grid_per_side, mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners, spatial_merge_size=config.spatial_merge_size,
+        )  # fmt: skip
+        given |= {"interp_indices": _sent(taps, device), "interp_weights": _sent(weights, device)}
+    return given
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on the device, which the host does not wait for."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def _add_deepstack(hidden_1TH: Tensor, at_I: Tensor, shown_IH: Tensor) -> Tensor:
+    """Add to the states of the tokens that show. transformers finds them by a mask, for which the host would wait."""
+    return hidden_1TH.index_add(1, at_I, shown_IH[None])

@@ -83,14 +83,14 @@ def _pack(row: PackedRow, own: Sequence[TrainRow], read: Callable[[bytes], _Pixe
     order = [numbers[png] for one in own for png in one.images]
     shown = [np.arange(starts[number], starts[number + 1]) for number in order]
     is_shown = [one.token_ids == spec.image_token_id for one in own]
-    counted_T = row.position_ids_T.cpu().numpy()
+    counted_T = np.concatenate([np.arange(length) for length in row.lengths])
     placed = [positions(one.token_ids.tolist(), [read(png).grid for png in one.images], spec)[0] for one in own]
     # An empty row is text: its tokens count alike in time, height and width.
     placed_3T = np.concatenate(placed, axis=1) if own else np.stack([counted_T] * 3)
     device = row.token_ids_T.device
     return PackedImages(
         patches=[one.patches for one in images],
-        grids_N3=torch.tensor([one.grid for one in images], device=device),
+        grids_N3=torch.tensor([one.grid for one in images]),
         position_ids_4T=torch.from_numpy(np.concatenate([counted_T[None], placed_3T])).to(device),
         at_I=torch.from_numpy(np.flatnonzero(np.concatenate(is_shown or [[]]))).to(device),
         shown_I=torch.from_numpy(np.concatenate(shown or [np.arange(0)])).to(device),

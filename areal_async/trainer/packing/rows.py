@@ -114,7 +114,7 @@ class PackedImages:
     patches: Sequence[Tensor]
     """Patches of each image that is shown, once, in host memory: [number of patches, values of one]."""
     grids_N3: Tensor
-    """Patches of each image in time, height and width."""
+    """Patches of each image in time, height and width, in host memory."""
     position_ids_4T: Tensor
     """``PackedRow.position_ids_T``, and in time, height and width, where an image's tokens stand side by side."""
     at_I: Tensor

@@ -8,10 +8,16 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from areal_async.config.settings import TrainerSettings
 from areal_async.errors import UserError
 from areal_async.trainer.engine import checkpoint
+from areal_async.trainer.engine.loading import CAUSAL_LM, empty_decoder
+from areal_async.trainer.engine.model import PolicyModel
 from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.engine.vision import prepare_tower
 from areal_async.trainer.engine.weights import witnesses
+from areal_async.trainer.packing.images import with_images
+from areal_async.trainer.packing.rows import pack_rows
 from areal_async.vision.pixels import patches
 from areal_async.vision.spec import VisionSpec
 from tests.unit.trainer.models import engine_of, parameters_differ
@@ -109,6 +115,21 @@ def test_an_image_that_siblings_share_is_encoded_once_in_a_row(seeing: Path, ran
     engine.logprobs(siblings)
 
     assert [len(one.pooler_output) for one in made] == [6]
+
+
+def test_no_row_waits_for_what_its_device_has_computed(seeing: Path) -> None:
+    """Where tensors have no values, as on the meta device, nothing can be asked of them on the way there and back."""
+    device, rows = torch.device("meta"), seeing_rows()
+    spec = VisionSpec.read(seeing)
+    assert spec is not None
+    decoder = empty_decoder(CAUSAL_LM, seeing, stored=torch.float32).to(device)
+    prepare_tower(decoder, TrainerSettings(), torch.float32)
+    (row,) = with_images([pack_rows(rows, device)], [rows], spec)
+
+    logprobs, _ = PolicyModel(decoder)(row)
+    logprobs.sum().backward()
+
+    assert all(parameter.grad is not None for parameter in decoder.parameters())
 
 
 def test_packed_rows_are_divided_by_what_their_images_cost_too(seeing: Path, ranks: Ranks) -> None:
