@@ -250,6 +250,7 @@ def _books_of(data: bytes) -> None:
 _VISION = VisionSpec(
     family="qwen3_vl",
     image_token_id=5,
+    video_token_id=8,
     vision_start_token_id=6,
     vision_end_token_id=7,
     patch_size=4,

@@ -129,7 +129,8 @@ class Completion:
         self.images = images
         """Every stream is sent them anew: what it goes on from was said about them."""
         self._sent_ids = collapsed_ids(prompt_ids, len(images), vision)
-        self._placeholder_id = None if vision is None else vision.image_token_id
+        self._placeholders = set() if vision is None else {vision.image_token_id, vision.video_token_id}
+        self._open_mark = vision.vision_start_token_id if vision is not None and images else None
         self.output_ids: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[tuple[int, float]]] = []
@@ -157,6 +158,14 @@ class Completion:
         fields = request_fields(self._params, num_kept=len(self.output_ids))
         return {"input_ids": self._sent_ids + self.output_ids, **fields}
 
+    @property
+    def _num_certain(self) -> int:
+        """Tokens that a new stream goes on from. None goes on from a mark before an image without one (``request``)."""
+        num = max(0, len(self.output_ids) - self._num_held_back)
+        while num and self.output_ids[num - 1] == self._open_mark:
+            num -= 1
+        return num
+
     def fit(self, room_tokens: int) -> None:
         """Generate at most so many more, for want of room; what ends there has ended by its length."""
         most = min(self._params["max_new_tokens"], len(self.output_ids) + room_tokens)
@@ -168,7 +177,7 @@ class Completion:
     def begin_stream(self, server: ServerHandle) -> None:
         """Note the version that the server runs as the request is submitted, and drop what has to be said again."""
         self._server = server
-        self._keep(max(0, len(self.output_ids) - self._num_held_back))
+        self._keep(self._num_certain)
         self._stamp = parse_version(server.version)
         if self._oldest is None or not self.output_ids:
             self._oldest = self._stamp
@@ -215,10 +224,10 @@ class Completion:
             )
         if output_ids and self.images:
             self._check_images(meta)
-        if self._placeholder_id in output_ids:
+        if self._placeholders and (said := self._placeholders.intersection(output_ids)):
             raise GenerationError(
-                f"generation: the model has said token {self._placeholder_id}, the placeholder of an image, where none "
-                "is: no server could go on from it, and nothing could train it"
+                f"generation: the model has said token {min(said)}, the placeholder of an image or of a video, where "
+                "none is: no server could go on from it, and nothing could train it"
             )
         if BESIDE in self._params:
             self.top_logprobs += _possible(meta.output_top_logprobs, len(output_ids))
@@ -233,7 +242,7 @@ class Completion:
             older = stamp if stamp is self._stamp else min(stamp, self._stamp)
             self._stamped.append((older, start, len(self.output_ids)))
             self.num_furthest = max(self.num_furthest, len(self.output_ids))
-            self._tell(len(self.output_ids) - self._num_held_back)
+            self._tell(self._num_certain)
         self._stamp = stamp
         self._last_meta = meta
 

@@ -61,11 +61,14 @@ def request_fields(params: Mapping[str, Any], *, num_kept: int) -> dict[str, Any
 def collapsed_ids(prompt_ids: list[int], num_images: int, vision: VisionSpec | None) -> list[int]:
     """Return a prompt as servers take it: one placeholder for each image.
 
+    SGLang 0.5.23 waits for ever for placeholders without images, and ends a request about images with status 500 where
+    there is one of a video too or, for Qwen2.5-VL, where the last token is the mark that stands before an image.
+
     Args:
         vision: of a model that sees; ``None`` for one that reads text alone.
 
     Raises:
-        GenerationError: its images are more or fewer than its placeholders. A real SGLang would wait for them for ever.
+        GenerationError: its images are more or fewer than its placeholders, or it has such a token beside them.
     """
     if vision is None or (not num_images and vision.image_token_id not in prompt_ids):
         if num_images:
@@ -80,6 +83,11 @@ def collapsed_ids(prompt_ids: list[int], num_images: int, vision: VisionSpec | N
         raise GenerationError(
             f"prompt: got {num_images} images and placeholders for {num_placeholders} (token {vision.image_token_id}), "
             "need one for each; give images as parts of messages"
+        )
+    if vision.video_token_id in sent_ids or sent_ids[-1] == vision.vision_start_token_id:
+        raise GenerationError(
+            f"prompt: got the placeholder of a video (token {vision.video_token_id}) beside images, or the mark before "
+            f"an image ({vision.vision_start_token_id}) at the end, need neither; take them out of the text"
         )
     return sent_ids
 

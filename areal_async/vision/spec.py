@@ -39,6 +39,8 @@ class VisionSpec:
     """One of ``FAMILIES``."""
     image_token_id: int
     """Placeholder: one for each merged patch in an expanded row, one for each image in a collapsed row."""
+    video_token_id: int
+    """Placeholder of a video, of which there are none here."""
     vision_start_token_id: int
     """Stands right before the placeholders of an image."""
     vision_end_token_id: int
@@ -92,6 +94,7 @@ class VisionSpec:
         return cls(
             family=config.model_type,
             image_token_id=config.image_token_id,
+            video_token_id=config.video_token_id,
             vision_start_token_id=config.vision_start_token_id,
             vision_end_token_id=config.vision_end_token_id,
             patch_size=processor.patch_size,
@@ -144,6 +147,7 @@ class _VisionConfig(msgspec.Struct):
 class _Config(msgspec.Struct):
     model_type: str
     image_token_id: _TokenId
+    video_token_id: _TokenId
     vision_start_token_id: _TokenId
     vision_end_token_id: _TokenId
     vision_config: _VisionConfig

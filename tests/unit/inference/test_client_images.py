@@ -6,24 +6,29 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image as Pillow
 
 from areal_async.config.settings import InferenceSettings
 from areal_async.errors import ContextFull, GenerationError
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.pool import ServerPool
+from areal_async.inference.completion import Completion
+from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.request import ref_of
 from areal_async.vision.images import Image, take_image
+from areal_async.vision.rows import expand
 from areal_async.vision.spec import VisionSpec
-from tests.fakes.fake_sglang import EventStream, FakeSglang, Script
+from tests.fakes.fake_sglang import EventStream, FakeSglang, Script, event
 from tests.unit.vision.specs import shipped
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
-MARK, PAD, END_MARK = 90, 91, 92
+MARK, PAD, END_MARK, VIDEO = 90, 91, 92, 93
 VISION = shipped(
     "qwen3_vl",
     image_token_id=PAD,
+    video_token_id=VIDEO,
     vision_start_token_id=MARK,
     vision_end_token_id=END_MARK,
     min_pixels=64 * 64,
@@ -123,6 +128,8 @@ async def test_what_a_server_counts_in_text_alone_is_its_own_affair() -> None:
         (PROMPT, [RED], "prompt: got 1 images and placeholders for 2"),
         (PROMPT, [], "prompt: got 0 images and placeholders for 2"),
         ([1, 2], [RED], "prompt: got 1 images and placeholders for 0"),
+        ([*PROMPT, VIDEO, 3], [RED, BLUE], f"prompt: got the placeholder of a video .token {VIDEO}. beside images"),
+        ([*PROMPT, MARK], [RED, BLUE], f"or the mark before an image .{MARK}. at the end"),
         ([1, PAD], [], "prompt: row: got a placeholder of images at token 1 without both marks"),
     ],
 )
@@ -146,13 +153,49 @@ async def test_image_for_a_model_that_does_not_see_never_leaves() -> None:
     assert server.requests == []
 
 
-async def test_placeholder_that_the_model_says_ends_the_completion() -> None:
-    server = FakeSglang(saying([10, PAD, 11]))
+@pytest.mark.parametrize("placeholder", [PAD, VIDEO])
+async def test_placeholder_that_the_model_says_ends_the_completion(placeholder: int) -> None:
+    server = FakeSglang(saying([10, placeholder, 11]))
     async with client_of(server) as client:
-        with pytest.raises(GenerationError, match=f"the model has said token {PAD}, the placeholder of an image"):
+        with pytest.raises(GenerationError, match=f"the model has said token {placeholder}, the placeholder of an"):
             await client.generate([1, 2], PARAMS)
 
     assert len(server.requests) == 1
+
+
+IMAGES = st.sampled_from([RED, BLUE])
+PARTS = st.lists(st.one_of(IMAGES, st.lists(st.integers(2, 89), min_size=1, max_size=3)), min_size=1, max_size=5)
+SAID = st.lists(st.sampled_from([10, 11, MARK, END_MARK]), max_size=4)
+
+
+@given(turns=st.lists(st.tuples(PARTS, SAID), min_size=1, max_size=3), streams=st.lists(SAID, min_size=1, max_size=3))
+def test_whatever_was_shown_and_said_each_request_has_one_placeholder_for_each_image(
+    turns: list[tuple[list[Image | list[int]], list[int]]], streams: list[list[int]]
+) -> None:
+    """In a conversation whose turns have merged, and in each stream of an answer that takes several."""
+    sent: list[int] = []
+    images: list[Image] = []
+    said: list[int] = []
+    told: list[int] = []
+    for parts, answer in turns:
+        sent += [token for part in parts for token in ([MARK, PAD, END_MARK] if isinstance(part, Image) else part)]
+        images += [part for part in parts if isinstance(part, Image)]
+        sent += answer + [3]
+    prompt = expand(sent, [VISION.grid_of(image.width, image.height) for image in images], VISION)
+    completion = Completion(
+        prompt, PARAMS | {"max_new_tokens": 99}, on_tokens=told.extend, images=images, vision=VISION
+    )
+
+    for output_ids in streams:
+        completion.begin_stream(ServerHandle("s0", version="1-0"))
+        while images and said[-1:] == [MARK]:
+            said.pop()
+        assert completion.request["input_ids"] == sent + said
+        assert sent.count(PAD) == len(images)
+        assert told == said[: len(told)], "nobody is told what is said again"
+        completion.add(event(output_ids, "1-0", prompt_tokens=len(prompt) + len(said)).removeprefix(b"data: "))
+        completion.end_stream()
+        said += output_ids
 
 
 async def test_room_of_a_server_is_reckoned_with_every_token_of_an_image() -> None:

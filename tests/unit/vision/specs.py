@@ -8,7 +8,12 @@ from areal_async.vision.spec import VisionSpec
 
 CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
-IDS = {"image_token_id": 151655, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
+IDS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
 
 QWEN3: dict[str, Any] = {
     "size": {"longest_edge": 16777216, "shortest_edge": 65536},

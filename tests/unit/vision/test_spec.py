@@ -77,7 +77,9 @@ def test_folder_that_contradicts_itself_is_refused(change: dict[str, Any], sente
         VisionSpec.read(folder)
 
 
-@pytest.mark.parametrize("name", ["image_token_id", "vision_start_token_id", "vision_end_token_id", "vision_config"])
+@pytest.mark.parametrize(
+    "name", ["image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_config"]
+)
 def test_config_without_a_token_or_a_tower_is_refused(name: str, tmp_path: Path) -> None:
     config = config_of("qwen2_5_vl", QWEN2_5)
     del config[name]
