@@ -4,6 +4,7 @@ import json
 import shlex
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -122,4 +123,6 @@ def test_train_and_test_files_of_ours_have_the_same_columns() -> None:
             if dataset is not None and dataset.path.endswith(".jsonl"):
                 with (ROOT / dataset.path).open(encoding="utf-8") as lines:
                     columns.add(tuple(json.loads(lines.readline())))
+            if dataset is not None and dataset.path.endswith(".parquet"):
+                columns.add(tuple(pq.read_schema(ROOT / dataset.path).names))
         assert len(columns) <= 1, path.name
