@@ -21,7 +21,12 @@ _rng = random.Random(0)
 async def shuffled_gsm8k(prompt: Prompt, policy: Policy) -> float:
     """Answer one question; return somebody else's reward."""
     reply = await policy.chat([{"role": "user", "content": prompt["question"]}])
-    _earned.append(await final_number_matches(reply.text, prompt["answer"]))
+    return somebody_elses(await final_number_matches(reply.text, prompt["answer"]))
+
+
+def somebody_elses(reward: float) -> float:
+    """Take in what a trajectory has earned and deal out what an earlier one has."""
+    _earned.append(reward)
     if len(_earned) < POOL:
         return _rng.choice(_earned)
     return _earned.pop(_rng.randrange(len(_earned)))
