@@ -333,6 +333,7 @@ def decode_slot(blobs: Seq[memoryview], slot: Slot) -> Trajectory:
     sequences = [_sequence(*column, what) for column in columns]
     for sequence in sequences:
         _check_values(sequence, slot, what)
+    _check_images(sequences, what)
     if slot.credits:
         _check_turns(sequences, slot, what)
     num_tokens = sum(sequence.num_tokens for sequence in sequences)
@@ -392,6 +393,17 @@ def _image_refs(images: list[_ImagePayload], num_tokens: int, what: str) -> list
         ImageRef(sha256=one.digest.hex(), num_bytes=one.num_bytes, width=one.width, height=one.height) for one in images
     ]
     return refs or None
+
+
+def _check_images(sequences: Seq[Sequence], what: str) -> None:
+    """Hold against each other what is said of one image: its file is read once, for all that name it."""
+    by_hash: dict[str, ImageRef] = {}
+    for ref in (ref for sequence in sequences for ref in sequence.images or ()):
+        if (first := by_hash.setdefault(ref.sha256, ref)) != ref:
+            raise WireError(
+                f"{what}: got the image {ref.sha256} of {ref.width} x {ref.height} pixels in {ref.num_bytes} bytes, "
+                f"and of {first.width} x {first.height} in {first.num_bytes}, need one size"
+            )
 
 
 def _laid_out(runs: _Runs, name: str, num_tokens: int, most: float, what: str) -> NDArray[np.float32] | None:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from areal_async.errors import WireError
@@ -59,6 +59,7 @@ def received(blob: bytes, slot: Slot) -> Trajectory:
 @given(st.lists(st.none() | st.lists(refs, min_size=1, max_size=NUM_TOKENS), max_size=4))
 def test_every_image_comes_back_in_its_place(sequences: list[list[ImageRef] | None]) -> None:
     sent = trajectory_of(*sequences)
+    assume({ref for images in sequences for ref in images or ()} == set(sent.images.values()))  # of one hash all alike
     blob = encode_trajectory(sent)
 
     assert [one.images for one in received(blob, sent.slot).sequences] == sequences
@@ -86,6 +87,10 @@ def test_a_payload_without_images_is_what_it_was_and_is_still_read() -> None:
         ([[[b"x" * 32, 1, 0, 1]]], "cannot decode images: .*>= 1"),
         ([[[b"x" * 32, 1, 1, MAX_IMAGE_SIDE + 1]]], f"cannot decode images: .*<= {MAX_IMAGE_SIDE}"),
         ([[[b"x" * 32, 1, 1, 1]]] * 2, "images for 2 sequences, need 1"),
+        (
+            [[[b"x" * 32, 1, 1, 1], [b"x" * 32, 1, 1, 2]]],
+            "of 1 x 2 pixels in 1 bytes, and of 1 x 1 in 1, need one size",
+        ),
         ([[[b"x" * 32, 1, 1, 1]] * 9], f"9 images for 8 tokens, need at most one each, and {MAX_IMAGES}"),
     ],
 )
@@ -96,3 +101,12 @@ def test_what_is_no_image_is_refused(said: Any, match: str) -> None:
 
     with pytest.raises(WireError, match=match):
         received(msgspec.msgpack.encode(body), sent.slot)
+
+
+def test_two_sequences_do_not_differ_in_the_size_of_one_image() -> None:
+    """A trainer reads the file once: what the second says would be held against nothing, and fail its step."""
+    small = ImageRef(sha256="7" * 64, num_bytes=9, width=32, height=32)
+    sent = trajectory_of([small], [msgspec.structs.replace(small, width=64)])
+
+    with pytest.raises(WireError, match="of 64 x 32 pixels in 9 bytes, and of 32 x 32 in 9, need one size"):
+        received(encode_trajectory(sent), sent.slot)
