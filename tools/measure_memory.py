@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -142,9 +142,13 @@ def settings_of(model: Path, *, num_ranks: int, tokens: int, dtype: str) -> Sett
     )
 
 
-def measure(ranks: Ranks, settings: Settings, meter: Meter) -> None:
-    """Be a rank, phase by phase."""
-    rows = _rows(settings.trainer.token_budget)
+def measure(ranks: Ranks, settings: Settings, meter: Meter, rows: Sequence[TrainRow] = ()) -> None:
+    """Be a rank, phase by phase.
+
+    Args:
+        rows: of two full packed rows; none for answers of 256 tokens.
+    """
+    rows = rows or _rows(settings.trainer.token_budget)
     engines: Engines = meter.take(LOAD, lambda: Engines.for_run(settings, ranks))
     actor, writer = engines.actor, CheckpointWriter(ranks)
     weights = ServedWeights(actor, bucket_bytes=settings.inference.bucket_bytes)
@@ -242,7 +246,7 @@ def main() -> None:
 def host_parts(size: ModelSize, settings: Settings) -> dict[str, float]:
     """Return what preflight says of a rank without a GPU."""
     trainer, dtype = settings.trainer, settings.model.dtype
-    beside = {"copies": size.copies_bytes(trainer), "version": size.version_bytes(trainer, dtype=dtype)}
+    beside = {"copies": size.copies_bytes(trainer, dtype=dtype), "version": size.version_bytes(trainer, dtype=dtype)}
     return size.trainer_parts(trainer, dtype=dtype) | beside
 
 

@@ -19,6 +19,7 @@ from areal_async.doctor.preflight.findings import PreflightFinding, error, gigab
 from areal_async.doctor.preflight.machine import Gpu, Machine
 from areal_async.errors import UserError
 from areal_async.inference.card_share import MARGIN
+from areal_async.vision.spec import FAMILIES
 
 STATE_BYTES = 16
 """Per parameter: itself, its gradient and AdamW's two moments, all float32 and shared by the ranks."""
@@ -32,6 +33,13 @@ MIXED_NUMBERS = 3
 and values are kept too, and no scores."""
 GATED_NUMBERS = 4
 """Per token and unit of the gated layer after attention."""
+TOWER_NUMBERS = 10
+"""Per patch and hidden unit, what a block of a vision tower keeps: the inputs of its two halves, both normed, queries
+and keys turned to their places beside what they were made from, values, and what was attended, twice."""
+GATED_TOWER_NUMBERS = {"float32": 12, "bfloat16": 14}
+"""The same of blocks with a gated layer, whose norms keep more (``NORM_NUMBERS``)."""
+MERGER_NUMBERS = 3
+"""Per patch and hidden unit, what each merger keeps: normed, and its hidden layer before and after it is activated."""
 FILE_BYTES = 512 << 20
 """Of a file of weights at most (``trainer.engine.model_folder``); a rank holds whole ones."""
 HEAD_COPIES = 5
@@ -41,6 +49,64 @@ HEAD_CHUNK_BYTES = 1 << 30
 PROCESS_BYTES = 500_000_000
 """Of a process that has loaded torch and transformers, before any model."""
 NUM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class TowerSize(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model's files say of its vision tower."""
+
+    num_parameters: int
+    num_block_parameters: int
+    """Of all blocks; the others are gathered as long as the model computes."""
+    num_layers: int
+    hidden: int
+    intermediate: int
+    """Width of a block's layer after attention."""
+    is_gated: bool
+    """Whether that layer is gated."""
+    num_mergers: int
+    """What makes tokens of patches, DeepStack's among it."""
+    merge_size: int
+    """Patches along the side of a token."""
+    patch: int
+    """Numbers of a patch's pixels."""
+
+    @classmethod
+    def of(cls, config: dict[str, Any], folder: Path) -> Self:
+        """Read it from ``vision_config`` and the heads of the weights' files."""
+        return cls(
+            num_parameters=sum(_num_parameters(path, of="visual.") for path in _weight_files(folder)),
+            num_block_parameters=sum(_num_parameters(path, of="visual.blocks.") for path in _weight_files(folder)),
+            num_layers=config["depth"],
+            hidden=config["hidden_size"],
+            intermediate=config["intermediate_size"],
+            is_gated="fullatt_block_indexes" in config,
+            num_mergers=1 + len(config.get("deepstack_visual_indexes", ())),
+            merge_size=config["spatial_merge_size"],
+            patch=3 * config["temporal_patch_size"] * config["patch_size"] ** 2,
+        )
+
+    def activation_bytes(self, trainer: TrainerSettings, dtype: str) -> int:
+        """Return what the backward pass needs of a row all of whose tokens show, each something else.
+
+        Scores are not kept, however large an image is. A frozen tower has no backward pass.
+        """
+        if trainer.vision == "freeze":
+            return 0
+        if self.is_gated:
+            layer = GATED_TOWER_NUMBERS[dtype] * self.hidden + GATED_NUMBERS * self.intermediate
+        else:
+            layer = TOWER_NUMBERS * self.hidden + 2 * self.intermediate
+        blocks = self.num_layers * self.hidden + layer if trainer.activation_checkpointing else self.num_layers * layer
+        ends = self.patch + (MERGER_NUMBERS * self.num_mergers + 1) * self.hidden
+        return NUM_BYTES[dtype] * trainer.token_budget * self.merge_size**2 * (blocks + ends)
+
+    def state_bytes(self, trainer: TrainerSettings, dtype: str, *, of_each: int) -> int:
+        """Return what a rank of ``trainer`` has of something that takes ``of_each`` bytes of what is trained.
+
+        No ranks share the tower's parameters that share the arithmetic of layers.
+        """
+        each = NUM_BYTES[dtype] if trainer.vision == "freeze" else of_each
+        return each * self.num_parameters * trainer.tensor_parallel * trainer.replicas // trainer.num_ranks
 
 
 class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +124,8 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the head is the embedding."""
     context: int
     """Most tokens that it was made for."""
+    tower: TowerSize | None = None
+    """Of a model that sees."""
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -66,8 +134,8 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             UserError: the folder holds no decoder's config, or no safetensors.
         """
-        config = _json(folder / "config.json")
-        config = config.get("text_config", config)
+        whole = _json(folder / "config.json")
+        config = whole.get("text_config", whole)
         try:
             heads = config["num_attention_heads"]
             width = config.get("head_dim") or config["hidden_size"] // heads
@@ -80,6 +148,7 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
                 vocab=config["vocab_size"],
                 is_tied=config.get("tie_word_embeddings", True),
                 context=config.get("max_position_embeddings", 0),
+                tower=TowerSize.of(whole["vision_config"], folder) if whole.get("model_type") in FAMILIES else None,
             )
         except (KeyError, TypeError) as exc:
             raise UserError(f"model: {folder}/config.json has no {exc}; need a decoder such as Qwen3 or Llama") from exc
@@ -94,24 +163,34 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
         model_ranks = trainer.tensor_parallel * trainer.pipeline_parallel
         num_shards = trainer.num_ranks // trainer.replicas
         # Adapters are a small part of what they are trained over, and within the margin.
-        state = (number if trainer.lora.is_on else STATE_BYTES) * self.num_parameters / num_shards
+        state = (number if trainer.lora.is_on else STATE_BYTES) * self._num_decoder_parameters / num_shards
         embedding = self.vocab * self.hidden
         words = embedding if self.is_tied else 2 * embedding
-        layer = max(self.num_parameters - words, 0) / max(self.num_layers, 1)
+        layer = max(self._num_decoder_parameters - words, 0) / max(self.num_layers, 1)
         # Two layers are whole at once, the one that computes and the next, and the words all the time.
         gathered = (2 * layer + words) * number / model_ranks if num_shards > model_ranks or offloads else 0
+        tower, kept = self.tower, 0
+        if tower is not None:
+            state += tower.state_bytes(trainer, dtype, of_each=STATE_BYTES)
+            ends = tower.num_parameters - tower.num_block_parameters
+            gathered += ends * number if num_shards > model_ranks or offloads else 0
+            kept = tower.activation_bytes(trainer, dtype)
         parts = {"state": 0 if offloads else state, "gathered": gathered}
         head, last = self._gradient_bytes(number, reduced, layer=layer)
         if trainer.lora.is_on:
             head = last = 0
         at_head = {
             "gradients of a row": head / model_ranks,
-            "activations": self._activation_bytes(trainer, dtype),
+            "activations": self._activation_bytes(trainer, dtype) + kept,
             "logits": self._logits_bytes(trainer, number),
         }
         at_end = {"gradients of a row": last / model_ranks, "activations": 0, "logits": 0}
         # A row's backward pass begins with all its activations, and ends with the gradient of the embedding.
         return parts | max(at_head, at_end, key=lambda moment: sum(moment.values()))
+
+    @property
+    def _num_decoder_parameters(self) -> int:
+        return self.num_parameters - (0 if self.tower is None else self.tower.num_parameters)
 
     def _gradient_bytes(self, number: int, reduced: int, *, layer: float) -> tuple[float, float]:
         """Return what one row's gradients take, beside shards, when the head's is made, and when the last one is."""
@@ -139,11 +218,12 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
             head += 4 * self.vocab * self.hidden / trainer.tensor_parallel
         return head
 
-    def copies_bytes(self, trainer: TrainerSettings) -> int:
+    def copies_bytes(self, trainer: TrainerSettings, *, dtype: str) -> int:
         """Return what a rank's copies for checkpoints take of the host's memory, beside what is trained."""
         if not trainer.async_checkpoints or trainer.lora.is_on:  # adapters are within the margin
             return 0
-        return int(COPIED_BYTES * self.num_parameters * trainer.replicas / trainer.num_ranks)
+        copied = int(COPIED_BYTES * self._num_decoder_parameters * trainer.replicas / trainer.num_ranks)
+        return copied + (0 if self.tower is None else self.tower.state_bytes(trainer, dtype, of_each=COPIED_BYTES))
 
     def version_bytes(self, trainer: TrainerSettings, *, dtype: str) -> int:
         """Return what the rank with most of it holds of a version, beside what is trained: whole files."""
@@ -198,9 +278,9 @@ def _sent_bytes(settings: Settings, size: ModelSize) -> int:
 
 def _beside_bytes(settings: Settings, sizes: dict[str, ModelSize]) -> int:
     """Return what a rank has in the host's memory of what it trains, to be written."""
-    copies = sizes["actor"].copies_bytes(settings.trainer)
+    copies = sizes["actor"].copies_bytes(settings.trainer, dtype=settings.model.dtype)
     if "critic" in sizes:
-        copies += sizes["critic"].copies_bytes(_of_critic(settings.trainer))
+        copies += sizes["critic"].copies_bytes(_of_critic(settings.trainer), dtype=settings.model.dtype)
     version = sizes["actor"].version_bytes(settings.trainer, dtype=settings.model.dtype)
     # One is written, the next is there already.
     return copies + version * (2 if settings.inference.weight_transfer == "distributed" else 1)
@@ -289,11 +369,11 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _num_parameters(path: Path) -> int:
-    """Add up the shapes in the head of a safetensors file."""
+def _num_parameters(path: Path, *, of: str = "") -> int:
+    """Add up the shapes in the head of a safetensors file, of parameters with this in their names."""
     try:
         with safe_open(path, framework="numpy") as file:
-            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys() if of in name)
     except (OSError, SafetensorError) as exc:
         raise UserError(f"model: {path} is no whole safetensors file; fetch it again") from exc
 

@@ -28,8 +28,12 @@ TOWERS: dict[str, dict[str, Any]] = {
 }
 
 
-def save_seeing_model(directory: Path, family: str, *, tied: bool = True) -> Path:
-    """Write a random model that sees, and how it takes images."""
+def save_seeing_model(directory: Path, family: str, *, tied: bool = True, tower: dict[str, Any] | None = None) -> Path:
+    """Write a random model that sees, and how it takes images.
+
+    Args:
+        tower: of ``vision_config``, what is to be otherwise.
+    """
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.utils.logging import disable_progress_bar
 
@@ -41,13 +45,13 @@ def save_seeing_model(directory: Path, family: str, *, tied: bool = True) -> Pat
         "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
     }  # fmt: skip
-    tower = {
+    vision = {
         "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": PATCH,
         "temporal_patch_size": 2, "spatial_merge_size": MERGE, "out_hidden_size": 32, "initializer_range": 0.2,
-        **TOWERS[family],
+        **TOWERS[family], **(tower or {}),
     }  # fmt: skip
     config = AutoConfig.for_model(
-        family, text_config=text, vision_config=tower, tie_word_embeddings=tied, image_token_id=IMAGE,
+        family, text_config=text, vision_config=vision, tie_word_embeddings=tied, image_token_id=IMAGE,
         video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
     )  # fmt: skip
     model = AutoModelForImageTextToText.from_config(config)

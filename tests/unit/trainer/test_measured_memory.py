@@ -13,6 +13,7 @@ from areal_async.trainer.engine.parallel.dims import local_shard
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.output.served import ServedWeights
 from tests.unit.trainer.rank_workers import RankWorkers
+from tests.unit.trainer.seeing import SEEING, png, save_seeing_model, seeing_row
 from tools.measure_memory import LOAD, TorchMeter, host_parts, make_model, measure, settings_of
 
 SIZES: dict[str, dict[str, int]] = {
@@ -35,6 +36,26 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_rank_takes_what_is_estimated(dtype: str, ranks: Ranks, models: dict[str, Path]) -> None:
     for name, phases in _measured(ranks, models, dtype).items():
         assert _most(phases) == pytest.approx(_estimate(models[name], name, 1, dtype), rel=0.1), (name, phases)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("trainer", [{}, {"activation_checkpointing": True}])
+@pytest.mark.parametrize("family", SEEING)
+def test_a_rank_that_sees_takes_what_is_estimated(
+    family: str, trainer: dict[str, Any], dtype: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Of rows whose tokens show images, each another one, and hardly anything else."""
+    tower = {"depth": 6, "hidden_size": 128, "intermediate_size": 320, "num_heads": 4}
+    folder = save_seeing_model(tmp_path, family, tower=tower)
+    rows = [seeing_row([png(index, width=128, height=32)], index=index, length=4) for index in range(8)]
+    settings = settings_of(folder, num_ranks=1, tokens=4 * rows[0].num_tokens, dtype=dtype)
+    settings = settings.model_copy(update={"trainer": settings.trainer.model_copy(update=trainer)})
+    meter = TorchMeter()
+
+    measure(ranks, settings, meter, rows)
+
+    estimate = sum(host_parts(ModelSize.read(folder), settings).values())
+    assert _most(meter.most) == pytest.approx(estimate, rel=0.1), (estimate, meter.most)
 
 
 def test_each_of_two_ranks_keeps_what_is_estimated(two_ranks: RankWorkers, models: dict[str, Path]) -> None:

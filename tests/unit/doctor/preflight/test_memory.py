@@ -14,6 +14,7 @@ from areal_async.doctor.preflight.sharing import check_sharing, share_of
 from areal_async.errors import UserError
 from areal_async.inference.card_share import MARGIN, SPARE_BYTES
 from tests.unit.trainer.models import save_model
+from tests.unit.trainer.seeing import save_seeing_model
 
 ROOT = Path(__file__).parents[4]
 QWEN_1B5 = ModelSize(
@@ -68,6 +69,26 @@ def test_a_trainers_state_is_sixteen_bytes_a_parameter_shared_by_its_ranks() -> 
     assert one == pytest.approx(16 * 1.5437e9 + 6 * 0.2334e9 + 4 * 1.31e9 / 28, rel=1e-3)
     four = QWEN_1B5.trainer_bytes(TrainerSettings(num_ranks=4, token_budget=8), dtype="bfloat16")
     assert one - four == pytest.approx(0.75 * 16 * 1.5437e9 - (2 * 1.31e9 / 28 + 0.2334e9) * 2, rel=1e-2)
+
+
+def test_a_frozen_tower_takes_what_it_is_computed_in_and_keeps_nothing(tmp_path: Path) -> None:
+    """A trained one has gradient and moments beside, and copies of these; ranks of tensor parallel share none of it."""
+    from transformers import AutoModelForImageTextToText
+
+    folder = save_seeing_model(tmp_path, "qwen3_vl")
+    size, tower = ModelSize.read(folder), AutoModelForImageTextToText.from_pretrained(folder).model.visual
+    num_tower = sum(one.numel() for one in tower.parameters())
+    trained, frozen = TrainerSettings(token_budget=64), TrainerSettings(token_budget=64, vision="freeze")
+
+    parts, left = (size.trainer_parts(one, dtype="bfloat16") for one in (trained, frozen))
+    divided = TrainerSettings(num_ranks=2, token_budget=64, tensor_parallel=2)
+
+    assert parts["state"] - left["state"] == (16 - 2) * num_tower
+    assert size.trainer_parts(divided, dtype="bfloat16")["state"] == parts["state"] / 2 + 8 * num_tower
+    # Two blocks of 10 x 16 + 2 x 24 numbers, the pixels, two mergers and the last state, of 4 patches for each token.
+    assert parts["activations"] - left["activations"] == 2 * 64 * 4 * (2 * 208 + 96 + 7 * 16)
+    copies = [size.copies_bytes(one, dtype="bfloat16") for one in (trained, frozen)]
+    assert copies[0] - copies[1] == (12 - 2) * num_tower
 
 
 def test_adapters_and_offloading_leave_less_on_a_gpu() -> None:
@@ -234,8 +255,12 @@ def _served(transfer: str, bucket_bytes: int) -> Settings:
 
 def test_copies_for_checkpoints_are_counted_where_ranks_share_the_hosts_memory() -> None:
     """Twelve bytes a parameter: 18.5 GB of 1.5 B; with replicas as often as there are these."""
-    assert QWEN_1B5.copies_bytes(TrainerSettings(num_ranks=4)) == pytest.approx(12 * 1.5437e9 / 4, rel=1e-3)
-    assert QWEN_1B5.copies_bytes(TrainerSettings(num_ranks=4, replicas=2)) == pytest.approx(6 * 1.5437e9, rel=1e-3)
+    assert QWEN_1B5.copies_bytes(TrainerSettings(num_ranks=4), dtype="bfloat16") == pytest.approx(
+        12 * 1.5437e9 / 4, rel=1e-3
+    )
+    assert QWEN_1B5.copies_bytes(TrainerSettings(num_ranks=4, replicas=2), dtype="bfloat16") == pytest.approx(
+        6 * 1.5437e9, rel=1e-3
+    )
     saw = [
         next(
             iter(check_memory(_settings(async_checkpoints=on), _machine(memory_bytes=10**12), {"actor": QWEN_1B5}))
