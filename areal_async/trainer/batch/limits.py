@@ -19,6 +19,12 @@ from areal_async.vision.pixels import decode
 from areal_async.vision.rows import check_grids
 from areal_async.vision.spec import VisionSpec
 
+MAX_BYTES_PER_PIXEL = 4
+"""Of a PNG as ``take_image`` makes it: three that zlib could not make fewer, and the frames of rows and chunks. It
+bounds what a batch's images take by its tokens, before they are fetched."""
+MAX_FRAME_BYTES = 1024
+"""Of the rest of such a file."""
+
 
 class TrainingLimits:
     """Limits of the trajectories that one run can train."""
@@ -123,6 +129,13 @@ class TrainingLimits:
             if images:
                 raise WireError(f"{what}: got {len(images)} images, which the model cannot see")
             return
+        for image in images:
+            most = MAX_FRAME_BYTES + MAX_BYTES_PER_PIXEL * image.width * image.height
+            if image.num_bytes > most:
+                raise WireError(
+                    f"{what}: got an image of {image.num_bytes} bytes for {image.width} x {image.height} pixels, need "
+                    f"at most {most}"
+                )
         try:
             grids = [vision.grid_of(image.width, image.height) for image in images]
             check_grids(sequence.token_ids, grids, vision)

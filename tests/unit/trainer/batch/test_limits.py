@@ -191,6 +191,26 @@ def test_an_image_of_a_size_that_the_model_does_not_take_is_refused() -> None:
         SEES.check_trajectory(msgspec.structs.replace(shows, sequences=[sequence]), cut=CUT, lineage=2)
 
 
+@pytest.mark.parametrize(("width", "height"), [(32, 32), (32, 512), (512, 32), (512, 512)])
+def test_a_file_is_no_larger_than_its_pixels_need(width: int, height: int) -> None:
+    """A PNG may hold what is no pixel of it: a slot of few tokens could have a trainer read all that is stored."""
+    spec = shipped("qwen3_vl", min_pixels=32 * 32, max_pixels=512 * 512)
+    noise = np.random.default_rng(7).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    image = take_image(PIL.Image.fromarray(noise), spec)
+    roomy = SETTINGS.model_copy(update={"trainer": SETTINGS.trainer.model_copy(update={"token_budget": 512})})
+    sees, shows = TrainingLimits(roomy, vision=spec), _shows([image])
+
+    sees.check_trajectory(shows, cut=CUT, lineage=2)
+    most = 4 * width * height + 1024
+    sequence = msgspec.structs.replace(
+        shows.sequences[0], images=[msgspec.structs.replace(ref_of(image), num_bytes=most + 1)]
+    )
+    with pytest.raises(
+        WireError, match=f"got an image of {most + 1} bytes for {width} x {height} pixels, need at most {most}"
+    ):
+        sees.check_trajectory(msgspec.structs.replace(shows, sequences=[sequence]), cut=CUT, lineage=2)
+
+
 def test_an_image_file_is_held_against_its_name_and_the_model() -> None:
     red = _taken("red")
     jpeg = BytesIO()
