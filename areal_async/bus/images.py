@@ -23,7 +23,7 @@ from areal_async.bus.log import Message, StreamReader
 from areal_async.config.settings import SCARCE_SHARE
 from areal_async.errors import ConflictError, StoredImageError, StreamFullError, UserError
 from areal_async.process.failpoints import failpoint
-from areal_async.protocol.subjects import Names
+from areal_async.protocol.subjects import TOKEN, Names
 from areal_async.protocol.types import ImageRef
 
 CHUNK_BYTES = 1 << 20
@@ -116,15 +116,23 @@ class Images:
         await self.purge(orphans, is_newest=is_newest)
         return orphans
 
+    async def clear(self, *, is_newest: Callable[[], Awaitable[bool]]) -> None:
+        """Remove all that is stored, also what no image is called; nothing where a newer lineage has begun."""
+        if await is_newest():
+            await self._api.ask(f"$JS.API.STREAM.PURGE.{self._names.images_stream}", {})
+
     async def groups(self) -> list[str]:
-        """Return the groups of which anything is stored, sorted."""
+        """Return the groups of which anything is stored, sorted.
+
+        A node may store under any subject, also where no group's name is; that is none of a group's.
+        """
         found: set[str] = set()
         num_subjects = 0
         while True:
             body = {"subjects_filter": self._names.all_images, "offset": num_subjects}
             answer = await self._api.ask(f"$JS.API.STREAM.INFO.{self._names.images_stream}", body)
             subjects = answer["state"].get("subjects") or {}
-            found.update(subject.split(".")[3] for subject in subjects)
+            found.update(name for name in (subject.split(".")[3] for subject in subjects) if TOKEN.fullmatch(name))
             num_subjects += len(subjects)
             if not subjects or num_subjects >= answer.get("total", 0):
                 return sorted(found)

@@ -34,7 +34,7 @@ from areal_async.protocol.types import (
     WeightsVersion,
 )
 from areal_async.protocol.wire import decode
-from areal_async.trainer.batch import feed
+from areal_async.trainer.batch import feed, image_sweep
 from areal_async.trainer.batch.feed import BatchFeed
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.payloads import fetch, slots_of
@@ -741,3 +741,47 @@ async def test_a_stream_full_of_images_gives_up_the_youngest_group_also_one_with
         await until(lambda: has_images(trainer, "0-0-0", "0-1-0"))
         await put_image(node, "0-0-0", 3 * MB)
         assert len(await station.outcomes(1)) == 1
+
+
+STRANGE = ("0-7-0.x", "eval-none-0.x", "nobody.x", "nobody.>", "*.x", ">.x", "a$b.x")
+"""Group and hash of messages that anyone with a node's key may store, and no group's end removes."""
+
+
+async def test_images_of_groups_that_nobody_admits_do_not_stop_admission_for_ever(
+    open_role: OpenRole, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_sweep, "STRANGERS_S", 0.0)
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    async with running(trainer, settings) as station:
+        station.feed.allow(1)
+        for group_id in ("0-0-0", "0-1-0"):
+            await put_image(node, group_id, 9)
+            await store(node, group_id, [0, 1], group_size=2)
+        await station.cut(1)
+        for name in STRANGE:
+            await node.api.store(f"areal.test.images.{name}", b"x" * (MB - 1000))
+        assert not await node.images.has_room_to_admit()
+        await station.feed._images.sweep()
+        assert (await trainer.stream_state(trainer.names.images_stream)).num_messages == len(STRANGE) + 2
+
+        await station.feed.on_checkpoint(1)
+
+        await until(node.images.has_room_to_admit)
+        assert (await trainer.stream_state(trainer.names.images_stream)).num_messages == 0
+
+
+async def test_images_of_a_group_that_is_about_to_be_admitted_stay_while_there_is_room_or_for_a_moment(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    async with running(trainer, settings) as station:
+        await put_image(node, "0-0-0", 9)
+        await until(station.feed._has_nothing)
+        await station.feed._images.sweep()
+        assert await has_images(trainer, "0-0-0")
+
+        await put_image(node, "0-1-0", 6 * MB + MB // 2)
+        await put_image(node, "0-2-0", MB // 2)
+        assert not await node.images.has_room_to_admit()
+        await station.feed._images.sweep()
+        assert await has_images(trainer, "0-0-0", "0-1-0", "0-2-0")

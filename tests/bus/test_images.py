@@ -170,6 +170,7 @@ async def test_an_older_lineage_purges_and_sweeps_nothing(open_role: OpenRole) -
 
     await trainer.images.purge([GROUP], is_newest=is_not_newest)
     await trainer.images.sweep(lambda _: False, is_newest=is_not_newest)
+    await trainer.images.clear(is_newest=is_not_newest)
 
     assert await trainer.images.get(GROUP, ref_of(data)) == data
 
@@ -187,6 +188,18 @@ async def test_orphans_are_swept_half_stored_and_forged_ones_too_and_what_is_liv
     assert swept == ["0-4-0", "0-5-0", "nobody"]
     assert await trainer.images.groups() == [GROUP]
     assert await num_chunks(trainer) == 2
+
+
+@pytest.mark.parametrize("name", ["eval-a$b", "a\x01b", "ä", "*", ">"])
+async def test_what_no_group_is_called_ends_nobody_and_can_be_removed(open_role: OpenRole, name: str) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    await node.images.put(GROUP, ref_of(b"one"), b"one")
+    await node.api.store(f"areal.test.images.{name}.x", b"x")
+
+    assert await trainer.images.sweep(lambda _: False, is_newest=is_newest) == [GROUP]
+    assert await num_chunks(trainer) == 1
+    await trainer.images.clear(is_newest=is_newest)
+    assert await num_chunks(trainer) == 0
 
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "a missing end", "more than its end", "another image"])

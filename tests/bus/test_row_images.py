@@ -8,7 +8,7 @@ import pytest
 
 from areal_async.bus import Bus, Role
 from areal_async.bus.images import Images
-from areal_async.config.settings import Settings
+from areal_async.config.settings import MIN_IMAGE_STREAM_BYTES, Settings
 from areal_async.controller import row_images
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.controller import Controller
@@ -161,6 +161,8 @@ async def test_a_model_that_does_not_see_has_nothing_stored(open_role: OpenRole,
 
 
 async def test_a_row_whose_images_take_much_of_the_stream_has_none(open_role: OpenRole, settings: Settings) -> None:
+    small = settings.rollout.model_copy(update={"max_image_stream_bytes": MIN_IMAGE_STREAM_BYTES})
+    settings = settings.model_copy(update={"rollout": small})
     """They could fill it in part, without a ticket: nobody would make room."""
     controller = await open_role(Role.CONTROLLER)
     large = shipped("qwen3_vl", min_pixels=64 * 64, max_pixels=1024 * 1024)
@@ -446,6 +448,7 @@ async def test_a_trainer_removes_images_of_groups_that_are_over_and_of_no_evalua
     for group_id in ("0-0-0", "0-1-0", RUN.eval_group("1-0", 0)):
         await node.images.put(group_id, ref_of(b"x"), b"x")
 
-    await ImageSweep(trainer, is_over=planner.is_over, is_newest=is_newest).sweep()
+    sweep = ImageSweep(trainer, is_over=planner.is_over, has_nothing=lambda: planner.has_nothing, is_newest=is_newest)
+    await sweep.sweep()
 
     assert await node.images.groups() == ["0-1-0", RUN.eval_group("1-0", 0)]

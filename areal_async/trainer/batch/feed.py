@@ -55,7 +55,9 @@ class BatchFeed:
         self.lineage = lineage
         self.planner: BatchPlanner[Delivery] = BatchPlanner(settings, journal, lineage=lineage.number)
         self._sweep = bus.sweep(bus.names.trajectories_stream, is_newest=lineage.is_newest)
-        self._images = ImageSweep(bus, is_over=self.planner.is_over, is_newest=lineage.is_newest)
+        self._images = ImageSweep(
+            bus, is_over=self.planner.is_over, has_nothing=self._has_nothing, is_newest=lineage.is_newest
+        )
         self._limits = TrainingLimits(settings)
         self._caught_up = {"inbox": anyio.Event(), "tickets": anyio.Event()}
         self._changed = Bell()
@@ -214,6 +216,10 @@ class BatchFeed:
                     num_groups=len(entry.groups),
                     num_open=len(self.planner.open),
                 )
+
+    def _has_nothing(self) -> bool:
+        """Say whether nobody needs an image, as far as all that was stored before this lineage tells."""
+        return self.planner.has_nothing and all(reader.is_set() for reader in self._caught_up.values())
 
     @property
     def _room(self) -> StreamRoom:

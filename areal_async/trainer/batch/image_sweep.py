@@ -2,6 +2,10 @@
 
 What is stored is listed each time, so nothing is counted: images that were put for a group after its end, or that a
 trainer left which died, go as all others do.
+
+What nobody has admitted is kept: the controller may be about to. But anyone who may store an image may store one for a
+group that never is, and a controller that died may have left some. So where they take the room that admission waits
+for, and no group is left whose end would make some, all that is stored goes.
 """
 
 from collections.abc import Awaitable, Callable
@@ -16,6 +20,8 @@ from areal_async.process.bell import Bell
 from areal_async.trainer.batch.cut import StreamRoom
 
 POLL_S = 1.0
+STRANGERS_S = 60.0
+"""How long what nobody has admitted may be in the way: a row's ticket follows its images within a moment."""
 
 log = structlog.get_logger()
 
@@ -23,14 +29,30 @@ log = structlog.get_logger()
 class ImageSweep:
     """Removes the images of groups that are over, and measures what is left."""
 
-    def __init__(self, bus: Bus, *, is_over: Callable[[str], bool], is_newest: Callable[[], Awaitable[bool]]) -> None:
-        """``is_over`` says that a group's outcome is stored, and that nothing is held for its ack."""
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        is_over: Callable[[str], bool],
+        has_nothing: Callable[[], bool],
+        is_newest: Callable[[], Awaitable[bool]],
+    ) -> None:
+        """Take what is known of groups.
+
+        Args:
+            is_over: says that a group's outcome is stored, and that nothing is held for its ack.
+            has_nothing: says that all groups that are known of are over.
+            is_newest: says whether no newer lineage has begun.
+        """
         self._bus = bus
         self._is_over = is_over
+        self._has_nothing = has_nothing
         self._is_newest = is_newest
         self._changed = Bell()
         self._sweeping = anyio.Lock()
         self._is_empty = True
+        self._blocked_since: float | None = None
+        """Since when strangers alone are in the way."""
 
     def notify(self) -> None:
         """Have it look at once: groups are over."""
@@ -58,7 +80,20 @@ class ImageSweep:
                 if gone:
                     log.info("images.swept", num_groups=len(gone))
                     room, _ = await self._measure()
+            if self._is_blocked_by_strangers(room):
+                await self._bus.images.clear(is_newest=self._is_newest)
+                log.warning("images.cleared", reason="images of groups that nobody has admitted took all room")
+                room, _ = await self._measure()
             return room
+
+    def _is_blocked_by_strangers(self, room: StreamRoom) -> bool:
+        """Say whether for long nothing but images of unknown groups has kept the next from being admitted."""
+        if room is StreamRoom.AMPLE or not self._has_nothing():
+            self._blocked_since = None
+            return False
+        now = anyio.current_time()
+        self._blocked_since = now if self._blocked_since is None else self._blocked_since
+        return now - self._blocked_since >= STRANGERS_S
 
     async def _measure(self) -> tuple[StreamRoom, int]:
         state = await self._bus.stream_state(self._bus.names.images_stream)

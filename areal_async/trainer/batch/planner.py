@@ -172,6 +172,11 @@ class BatchPlanner(Generic[D]):
         """Say whether a group's outcome is stored, and nothing that has come for it is held for its ack."""
         return group_id in self._recorded and group_id not in self.messages.deliveries
 
+    @property
+    def has_nothing(self) -> bool:
+        """Whether no group is open, in a cut that no checkpoint holds, or held for its ack."""
+        return not (self.open or self.unacked_cuts or self.messages.deliveries)
+
     def take_counts(self) -> tuple[int, int]:
         """Return how many groups were dropped as stale, and how many failed, since the last call."""
         counts = self._num_stale, self._num_failed
