@@ -76,7 +76,10 @@ class Images:
         stream, subject = self._names.images_stream, self._names.images(group_id, ref.sha256)
         chunks: list[bytes] = []
         num_bytes, sequence = 0, 0
-        while num_bytes < ref.num_bytes and (batch := await self._api.read_batch(stream, subject, sequence + 1)):
+        num_chunks = -(-ref.num_bytes // CHUNK_BYTES)
+        while num_bytes < ref.num_bytes and len(chunks) < num_chunks:
+            if not (batch := await self._api.read_batch(stream, subject, sequence + 1)):
+                break
             chunks += [message.data for message in batch]
             num_bytes += sum(len(message.data) for message in batch)
             sequence = batch[-1].sequence

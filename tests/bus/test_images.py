@@ -4,6 +4,7 @@ import os
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from areal_async.bus import Bus, EmbeddedBroker, Role, declare
 from areal_async.bus import images as images_module
 from areal_async.bus.images import CHUNK_BYTES, END_HEADER
+from areal_async.bus.log import BATCH_MESSAGES, Message
 from areal_async.config.settings import MESSAGE_OVERHEAD_BYTES, MIN_IMAGE_STREAM_BYTES, RolloutSettings, Settings
 from areal_async.errors import ConflictError, StoredImageError, StreamFullError, UserError
 from areal_async.protocol.subjects import Names
@@ -285,3 +287,26 @@ async def test_a_chunk_is_stored_after_the_one_before_it_alone(open_role: OpenRo
 
     with pytest.raises(ConflictError):
         await node.api.store_after(0, RUN.images_stream, subject, b"x")
+
+
+async def test_no_more_is_read_of_an_image_than_it_can_have(
+    open_role: OpenRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anyone who may store one may store any number of empty chunks."""
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    subject, num_read = RUN.images(GROUP, ref_of(b"image").sha256), 0
+    for _ in range(3 * BATCH_MESSAGES):
+        await node.api.store(subject, b"")
+    read_batch = trainer.api.read_batch
+
+    async def counted(*arguments: Any) -> list[Message]:
+        nonlocal num_read
+        batch = await read_batch(*arguments)
+        num_read += len(batch)
+        return batch
+
+    monkeypatch.setattr(trainer.api, "read_batch", counted)
+
+    with pytest.raises(StoredImageError, match="got 0 bytes, need 5"):
+        await trainer.images.get(GROUP, ref_of(b"image"))
+    assert num_read == BATCH_MESSAGES
