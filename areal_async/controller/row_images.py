@@ -97,15 +97,9 @@ class RowImages:
     def _take(self, index: int) -> tuple[TicketRow, dict[ImageRef, bytes]]:
         """Read a row and take in its images, in a thread; return what is to be stored, by its name."""
         workflow, row = self._tasks.at(index)
-        bare, found = take_row(row, self._vision, model=self._model, index=index)
+        most = self.max_row_bytes
+        bare, found = take_row(row, self._vision, model=self._model, index=index, max_bytes=most)
         files = {_ref_of(image): image.data for _, image in found if isinstance(image, Image)}
-        num_bytes = sum(map(len, files.values()))
-        if num_bytes > self.max_row_bytes:
-            error = ImageError(
-                f"row {index}: got images of {num_bytes} bytes, need at most {self.max_row_bytes}; "
-                "raise rollout.max_image_stream_bytes"
-            )
-            found, files = [(place, error) for place, _ in found], {}
         for place, one in found:
             if isinstance(one, ImageError):
                 log.warning("row.image_refused", index=index, place=place, reason=str(one))

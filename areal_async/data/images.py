@@ -4,6 +4,7 @@ The library that reads data sets is kept from decoding them, so that what comes 
 data set without columns of images, and a row without an image, are passed on as the very same objects.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -50,7 +51,7 @@ def holds_images(value: object) -> bool:
 
 
 def take_row(
-    row: dict[str, Any], vision: VisionSpec | None, *, model: str, index: int
+    row: dict[str, Any], vision: VisionSpec | None, *, model: str, index: int, max_bytes: float = math.inf
 ) -> tuple[dict[str, Any], list[tuple[Place, Image | ImageError]]]:
     """Take in a row's images. It decodes them: call it in a thread.
 
@@ -58,6 +59,7 @@ def take_row(
         vision: how the model sees; ``None`` where it does not.
         model: its name.
         index: the row's, for errors.
+        max_bytes: of its images as they are then, in all; of a row that has more none is taken in.
 
     Returns:
         The row with None in the place of each image, and what is to be there. A column of which an image cannot be
@@ -66,10 +68,25 @@ def take_row(
     cells: list[tuple[Place, ImageCell]] = []
     bare = _take_out(row, [], cells)
     columns = dict.fromkeys(str(place[0]) for place, _ in cells)
-    if len(cells) > MAX_IMAGES:
-        error = ImageError(f"row {index}: got {len(cells)} images, need at most {MAX_IMAGES}; leave some out")
+
+    def refused(sentence: str) -> tuple[dict[str, Any], list[tuple[Place, Image | ImageError]]]:
+        error = ImageError(f"row {index}: {sentence}")
         return bare | dict.fromkeys(columns), [([column], error) for column in columns]
-    taken = [(place, _taken(cell, vision, model, f"row {index}, column {place[0]}")) for place, cell in cells]
+
+    if len(cells) > MAX_IMAGES:
+        return refused(f"got {len(cells)} images, need at most {MAX_IMAGES}; leave some out")
+    taken: list[tuple[Place, Image | ImageError]] = []
+    sizes: dict[str, int] = {}
+    for place, cell in cells:
+        one = _taken(cell, vision, model, f"row {index}, column {place[0]}")
+        taken.append((place, one))
+        if isinstance(one, Image):
+            sizes[one.sha256] = len(one.data)
+        if sum(sizes.values()) > max_bytes:  # before the rest is in memory as well
+            return refused(
+                f"got images of more than {max_bytes:.0f} bytes, need at most that; "
+                "leave some out, or raise rollout.max_image_stream_bytes"
+            )
     errors = {str(place[0]): one for place, one in reversed(taken) if isinstance(one, ImageError)}
     found = [(place, one) for place, one in taken if place[0] not in errors]
     return bare | dict.fromkeys(errors), found + [([column], error) for column, error in errors.items()]

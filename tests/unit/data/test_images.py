@@ -149,6 +149,23 @@ def test_a_row_of_too_many_images_has_none_of_them(monkeypatch: pytest.MonkeyPat
     ]
 
 
+def test_a_row_of_too_large_images_is_given_up_before_all_are_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Image] = []
+
+    def counted(source: Any, spec: Any) -> Image:
+        taken.append(take_image(source, spec))
+        return taken[-1]
+
+    monkeypatch.setattr(images, "take_image", counted)
+    pictures = [ImageCell(bytes=encoded(noise(64, 64, seed=seed)), path=None) for seed in (0, 0, 0, 1, 2)]
+
+    bare, found = take_row({"images": pictures, "id": 7}, SPEC, model="m", index=3, max_bytes=20_000)
+
+    assert (bare, [place for place, _ in found]) == ({"images": None, "id": 7}, [["images"]])
+    assert str(found[0][1]).startswith("row 3: got images of more than 20000 bytes, need at most that; leave some out")
+    assert len(taken) == 4, "one that is shown again counts once"
+
+
 def test_a_folder_of_images_has_them_by_their_paths(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     noise(64, 64).save(tmp_path / "train" / "one.png")
