@@ -54,18 +54,10 @@ class Images:
         """
         assert _is_named(data, ref), f"image {ref.sha256}: these {len(data)} bytes are another file"
         subject = self._names.images(group_id, ref.sha256)
-        while True:
-            last = await self._api.get_last(self._names.images_stream, subject)
-            end = 0 if last is None else _end_of(last, group_id, ref)
-            if end == ref.num_bytes:
-                return
-            try:
-                await self._put_rest(subject, data, start=end, sequence=0 if last is None else last.sequence)
-            except ConflictError:  # another producer goes on with it, or it was purged: look again
-                log.debug("image.conflict", group_id=group_id, sha256=ref.sha256)
-            except StreamFullError:
-                await self._check_fits(ref)
-                raise
+        try:
+            await self._put(group_id, subject, ref, data)
+        finally:  # each image is a subject: what is known of it may not stay as long as the process
+            self._api.seen.forget(self._names.images_stream, subject)
 
     async def get(self, group_id: str, ref: ImageRef) -> bytes:
         """Return an image's file.
@@ -147,6 +139,20 @@ class Images:
         """
         answer = await self._api.leader_info(self._names.images_stream)
         return bool(answer["state"]["bytes"] < SCARCE_SHARE * answer["config"]["max_bytes"])
+
+    async def _put(self, group_id: str, subject: str, ref: ImageRef, data: bytes) -> None:
+        while True:
+            last = await self._api.get_last(self._names.images_stream, subject)
+            end = 0 if last is None else _end_of(last, group_id, ref)
+            if end == ref.num_bytes:
+                return
+            try:
+                await self._put_rest(subject, data, start=end, sequence=0 if last is None else last.sequence)
+            except ConflictError:  # another producer goes on with it, or it was purged: look again
+                log.debug("image.conflict", group_id=group_id, sha256=ref.sha256)
+            except StreamFullError:
+                await self._check_fits(ref)
+                raise
 
     async def _put_rest(self, subject: str, data: bytes, *, start: int, sequence: int) -> None:
         """Store what is left of a file, after the chunk that is at ``sequence``."""

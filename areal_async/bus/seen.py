@@ -18,6 +18,10 @@ class Seen:
         self.note(stream, sequence)
         self._newest[stream, subject] = max(sequence, self.newest(stream, subject))
 
+    def forget(self, stream: str, subject: str) -> None:
+        """Let go of a subject that is not asked for again, where there are more and more of them."""
+        self._newest.pop((stream, subject), None)
+
     def last(self, stream: str) -> int:
         """Return the highest sequence that was ever stored, as far as is known."""
         return self._last.get(stream, 0)

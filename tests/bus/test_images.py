@@ -73,6 +73,16 @@ async def test_siblings_and_the_controller_share_one_copy_and_groups_none(open_r
     assert await node.images.groups() == [GROUP, "0-4-0"]
 
 
+async def test_nothing_is_kept_of_an_image_that_is_stored(open_role: OpenRole) -> None:
+    node = await open_role(Role.NODE)
+    data = image(CHUNK_BYTES + 1)
+
+    await node.images.put(GROUP, ref_of(data), data)
+    await node.images.put(GROUP, ref_of(data), data)
+
+    assert not node.api.seen.newest(RUN.images_stream, RUN.images(GROUP, ref_of(data).sha256))
+
+
 async def test_of_many_producers_at_once_each_chunk_is_stored_once(open_role: OpenRole) -> None:
     buses = [await open_role(Role.NODE, str(number)) for number in range(4)]
     data = image(7 * CHUNK_BYTES + 5)
