@@ -3,6 +3,11 @@
     python -m tools.bench_growth                      # 6,000 steps, about half an hour on two cores
     python -m tools.bench_growth --steps 1500 --after 500
     python -m tools.bench_growth --minutes 20         # as many of them as there is time for
+    python -m tools.bench_growth --images 256 --steps 1500 --after 500
+
+With ``--images`` the policy sees: each row has an image of noise with so many pixels a side (256: 200 kB as a PNG), and
+each answer shows another one of its own. Their stream is so small that it fills now and then, and held-out rows are
+evaluated meanwhile.
 
 Memory is what a process has for itself alone and what is anonymous (``Private_Dirty`` of ``smaps_rollup``): files that
 are mapped or cached do not count, nor does what is done once after the last step (the plots, the export). Prints a row
@@ -13,9 +18,11 @@ included.
 """
 
 import argparse
+import io
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -24,6 +31,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from tools.kill_again import descendants
 
@@ -37,6 +45,18 @@ SMALL = [
     "--trainer.checkpoint_every_steps", "50",
 ]  # fmt: skip
 """Four answers of four tokens a step: what is kept per step shows, and what a batch takes does not."""
+NUM_ROWS = 64
+LOOKING = """import random
+
+from PIL import Image
+
+
+async def looking(prompt, policy):
+    own = Image.frombytes("RGB", ({side}, {side}), random.randbytes(3 * {side} * {side}))
+    parts = [{{"type": "image", "image": image}} for image in (prompt["image"], own)]
+    reply = await policy.chat([{{"role": "user", "content": [*parts, {{"type": "text", "text": "Same?"}}]}}])
+    return float(sum(reply.token_ids) % 2)
+"""
 
 Samples = dict[str, list[tuple[int, int]]]
 """Process -> (training step, bytes) in the order of time."""
@@ -49,11 +69,16 @@ def main() -> int:
     parser.add_argument("--after", type=int, default=1_000, help="steps that do not count: caches fill")
     parser.add_argument("--most", type=float, default=1_000.0, help="bytes per step that a process may grow by")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop the run then, and judge what there was")
+    parser.add_argument("--images", type=int, default=0, metavar="SIDE", help="show images of so many pixels a side")
     parser.add_argument("--directory", type=Path, default=Path("runs"), help="where the run is made")
     arguments, overrides = parser.parse_known_args()
     directory = arguments.directory / "growth"
+    workflow = "workflows/gsm8k.py"
+    if arguments.images:
+        workflow, shows = write_images(arguments.directory / "growth_images", arguments.images)
+        overrides = [*shows, *overrides]
     command = [
-        sys.executable, "-m", "areal_async", "run", "workflows/gsm8k.py", "--config", "configs/gsm8k_cpu.yaml",
+        sys.executable, "-m", "areal_async", "run", workflow, "--config", "configs/gsm8k_cpu.yaml",
         "--fresh", "--no-display", "--run.name", "growth", "--run.directory", str(arguments.directory),
         "--run.steps", str(arguments.steps), *SMALL, *overrides,
     ]  # fmt: skip
@@ -71,6 +96,31 @@ def main() -> int:
         print(f"{path.name:16} {size / max(num_steps, 1):10,.0f} bytes of disk per step")
     print(f"grow by more than {arguments.most:,.0f} bytes per step: {', '.join(grows) or 'none'}")
     return 1 if grows else 0
+
+
+def write_images(folder: Path, side: int) -> tuple[str, list[str]]:
+    """Write a model that sees, rows with noise and a workflow that shows it; return the workflow and the settings."""
+    import datasets
+
+    folder.mkdir(parents=True, exist_ok=True)
+    make_model = [sys.executable, "-m", "tools.make_tiny_vision", str(folder / "model")]
+    subprocess.run(make_model, check=True, stdin=subprocess.DEVNULL)  # apart: no torch beside what is measured
+    noise = [png_of_noise(side, seed) for seed in range(NUM_ROWS)]
+    features = datasets.Features({"image": datasets.Image()})
+    datasets.Dataset.from_dict({"image": noise}, features=features).to_parquet(folder / "rows.parquet")
+    (folder / "looking.py").write_text(LOOKING.format(side=side))
+    return str(folder / "looking.py"), [
+        "--model.path", str(folder / "model"), "--tasks.0.dataset.path", str(folder / "rows.parquet"),
+        "--eval.dataset.path", str(folder / "rows.parquet"), "--eval.every_steps", "20", "--eval.limit", "8",
+        "--trainer.checkpoint_every_steps", "10", "--rollout.max_image_stream_bytes", str(60 * 3 * side**2),
+    ]  # fmt: skip
+
+
+def png_of_noise(side: int, seed: int) -> bytes:
+    """Return an image that no PNG is shorter than."""
+    buffer = io.BytesIO()
+    Image.frombytes("RGB", (side, side), random.Random(seed).randbytes(3 * side**2)).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def watch(process: subprocess.Popen[bytes], metrics: Path, *, within_s: float) -> tuple[Samples, bool]:
