@@ -31,7 +31,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_seeing_model(tmp_path_factory.mktemp("seeing"), seed=3)
+    return build_seeing_model(tmp_path_factory.mktemp("seeing"), seed=4)
 
 
 @pytest.fixture(scope="module")
