@@ -35,7 +35,9 @@ from areal_async.protocol.types import (
 )
 from areal_async.protocol.wire import decode
 from areal_async.trainer.batch import feed, image_sweep
+from areal_async.trainer.batch.cut import StreamRoom
 from areal_async.trainer.batch.feed import BatchFeed
+from areal_async.trainer.batch.image_sweep import ImageSweep
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.payloads import fetch, slots_of
 from areal_async.trainer.batch.reader import JournalReader
@@ -692,6 +694,79 @@ async def test_images_that_came_after_their_groups_end_go_with_the_next_lineage(
 
     async with running(second, settings):
         await until(lambda: has_images(second, "0-0-1"))
+
+
+async def test_images_are_listed_for_groups_that_are_over_and_else_now_and_then(
+    open_role: OpenRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of all that is stored takes the longer the more is under way."""
+    monkeypatch.setattr(image_sweep, "POLL_S", 0.01)
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    await put_image(node, "0-0-0", 9)
+    over, lists, rooms, groups = set[str](), list[list[str]](), list[StreamRoom](), trainer.images.groups
+
+    async def listed() -> list[str]:
+        lists.append(await groups())
+        return lists[-1]
+
+    async def is_newest() -> bool:
+        return True
+
+    async def has_told(num_rooms: int) -> bool:
+        return len(rooms) >= num_rooms
+
+    monkeypatch.setattr(trainer.images, "groups", listed)
+    sweep = ImageSweep(trainer, is_over=over.__contains__, has_nothing=lambda: False, is_newest=is_newest)
+    async with anyio.create_task_group() as sweeping:
+        sweeping.start_soon(sweep.run, rooms.append)
+        await until(lambda: has_told(9))
+        assert lists == [["0-0-0"]]
+
+        over.add("0-0-0")
+        sweep.notify()
+
+        num_rooms = len(rooms) + 9
+        await until(lambda: has_told(num_rooms))
+        assert lists == [["0-0-0"]] * 2
+        assert await groups() == []
+
+        await put_image(node, "0-0-0", 9)  # late: nobody tells
+        monkeypatch.setattr(image_sweep, "LIST_S", 0.0)
+
+        await until(lambda: has_images(node))
+        sweeping.cancel_scope.cancel()
+
+
+async def test_how_long_strangers_images_are_in_the_way_counts_anew_after_there_was_room(
+    open_role: OpenRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the images of a row whose ticket is on its way would go."""
+    monkeypatch.setattr(image_sweep, "POLL_S", 0.01)
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    rooms = list[StreamRoom]()
+
+    async def is_newest() -> bool:
+        return True
+
+    async def has_told() -> bool:
+        return StreamRoom.AMPLE in rooms
+
+    sweep = ImageSweep(trainer, is_over=lambda _: False, has_nothing=lambda: True, is_newest=is_newest)
+    began_at = anyio.current_time()
+    await put_image(node, "0-0-0", 7 * MB)
+    assert await sweep.sweep() is not StreamRoom.AMPLE
+    blocked_s = anyio.current_time() - began_at
+    await trainer.images.purge(["0-0-0"], is_newest=is_newest)
+    async with anyio.create_task_group() as sweeping:
+        sweeping.start_soon(sweep.run, rooms.append)
+        await until(has_told)
+        sweeping.cancel_scope.cancel()
+    monkeypatch.setattr(image_sweep, "STRANGERS_S", anyio.current_time() - began_at - blocked_s)
+    await put_image(node, "0-0-0", 7 * MB)
+
+    assert await sweep.sweep() is not StreamRoom.AMPLE
+
+    assert await has_images(node, "0-0-0")
 
 
 async def test_where_images_take_four_fifths_of_their_stream_a_checkpoint_is_asked_for_and_the_batch_cut_short(
