@@ -31,15 +31,15 @@ def make_copies(like: Mapping[str, Tensor], *, is_pinned: bool) -> dict[str, Ten
     if is_pinned and buffer.nbytes:
         pin_memory(buffer.data_ptr(), buffer.nbytes)
     return {
-        name: torch.from_numpy(part[: tensor.nbytes].numpy()).view(tensor.dtype).view(tensor.shape)
+        name: _like(tensor, part[: tensor.nbytes])
         for (name, tensor), part in zip(like.items(), buffer.split(sizes), strict=True)
     }
 
 
 def unpin_copies(copies: Mapping[str, Tensor]) -> None:
     """Have pinned copies be ordinary memory again, which goes with the last of them."""
-    if copies:
-        unpin_memory(next(iter(copies.values())).data_ptr())  # the first stands where the buffer begins
+    if starts := [copy.data_ptr() for copy in copies.values() if copy.nbytes]:
+        unpin_memory(starts[0])  # the first that is not empty stands where the buffer begins
 
 
 class SideCopies:
@@ -72,3 +72,9 @@ class SideCopies:
         if self._stream is not None:
             self._stream.synchronize()
         self._sources = []
+
+
+def _like(tensor: Tensor, part: Tensor) -> Tensor:
+    if not part.nbytes:  # of a rank beyond a parameter's rows; NumPy gives its array strides that torch cannot view
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.from_numpy(part.numpy()).view(tensor.dtype).view(tensor.shape)
