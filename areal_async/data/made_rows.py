@@ -7,7 +7,8 @@ from typing import Any
 
 from areal_async.errors import UserError
 from areal_async.user_files import import_named, mistakes_in
-from areal_async.vision.parts import is_image_file
+from areal_async.vision.images import file_of
+from areal_async.vision.parts import is_image_file, is_picture
 
 MAX_ROWS = 1_000_000
 """Rows that a function may return: an endless generator is told, and does not fill the memory."""
@@ -52,7 +53,7 @@ def _read(function: Callable[[], Iterable[Any]], what: str) -> list[dict[str, An
     for place, row in enumerate(itertools.islice(returned, MAX_ROWS + 1)):
         if not isinstance(row, Mapping) or not all(isinstance(key, str) for key in row):
             raise UserError(f"{what}: row {place} is a {type(row).__name__} {row!r:.60}, need a dict of named values")
-        rows.append(dict(row))
+        rows.append(_with_files(row))
     if len(rows) > MAX_ROWS:
         raise UserError(f"{what}: returned more than {MAX_ROWS} rows, need at most so many; does it ever end?")
     return rows
@@ -66,7 +67,8 @@ def _as_dataset(rows: list[dict[str, Any]], what: str) -> Any:
     try:
         made = datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in columns})
         for name, feature in made.features.items():
-            if (kind := _kind_of_images(feature, (row.get(name) for row in rows))) is not None:
+            kind = _with_images(feature, (row.get(name) for row in rows))
+            if kind != feature:
                 made = made.cast_column(name, kind)
         return made
     except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as exc:
@@ -74,16 +76,28 @@ def _as_dataset(rows: list[dict[str, Any]], what: str) -> Any:
         raise UserError(f"{what}: its rows fit no table ({reason}); each column needs values of one kind") from exc
 
 
-def _kind_of_images(feature: Any, cells: Iterable[Any]) -> Any:
-    """Return the kind of a column of images that are given as the bytes of files; None for any other column.
-
-    Images of Pillow's are known as such to the library already.
-    """
+def _with_images(feature: Any, cells: Iterable[Any]) -> Any:
+    """Return the kind of a column, or of a part of one, in which the bytes of files of images are images."""
     import datasets
 
-    first = next((cell for cell in cells if cell), None)
-    if feature == datasets.Value("binary") and is_image_file(first):
+    given = [cell for cell in cells if cell is not None]
+    if isinstance(feature, Mapping):
+        return {name: _with_images(one, (cell.get(name) for cell in given)) for name, one in feature.items()}
+    if isinstance(feature, datasets.List):
+        return datasets.List(_with_images(feature.feature, (one for cell in given for one in cell)))
+    if feature == datasets.Value("binary") and is_image_file(next(filter(None, given), None)):
         return datasets.Image(decode=False)
-    if feature == datasets.List(datasets.Value("binary")) and first is not None and all(map(is_image_file, first)):
-        return datasets.List(datasets.Image(decode=False))
-    return None
+    return feature
+
+
+def _with_files(value: Any) -> Any:
+    """Return a row, or a part of one, in which images of Pillow's are the bytes of files.
+
+    The library that reads data sets would take the file that an image was opened from, whatever was drawn on it since,
+    compress others as JPEG again, and write some as TIFF.
+    """
+    if isinstance(value, Mapping):
+        return {name: _with_files(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_files(one) for one in value]
+    return file_of(value) if is_picture(value) else value

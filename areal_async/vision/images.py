@@ -122,6 +122,27 @@ def take_image(source: Source, spec: VisionSpec, limits: ImageLimits = ImageLimi
     return Image(buffer.getvalue(), *size)
 
 
+def file_of(image: "PIL.Image.Image") -> bytes:
+    """Return an image of Pillow's as a file of one of ``FORMATS``, with all that ``take_image`` would see of it.
+
+    It is the file that the image was opened from while no pixel of it was read, else a PNG.
+
+    Raises:
+        ImageError: its mode has no color that is known; or that file cannot be read.
+    """
+    opened = getattr(image, "filename", "")
+    # Once the pixels are read, these two let go of their file, and then they may have been changed in place.
+    if opened and image.format in ("PNG", "JPEG") and getattr(image, "fp", None) is not None:
+        return _read_file(opened, ImageLimits())
+    from PIL import ImageOps
+
+    with pillow_errors("image: got no whole image, need one that can be decoded"):
+        upright = _as_rgb(ImageOps.exif_transpose(image))
+        buffer = io.BytesIO()
+        upright.save(buffer, "PNG", compress_level=1)  # of what is taken in and compressed again
+    return buffer.getvalue()
+
+
 def source_size(source: Source, limits: ImageLimits = ImageLimits()) -> tuple[int, int]:
     """Return width and height of an image as it comes in, of which the header alone is read.
 

@@ -46,6 +46,7 @@ ROW: dict[str, Any] = {
     "box": {"image": RED, "size": 3},
     "question": "What is it?",
 }
+CMYK_RED = Pillow.new("RGB", (64, 64), "red").convert("CMYK")
 EMPTY: dict[str, Any] = {"image": None, "images": [], "parts": [], "box": {"image": None, "size": 0}, "question": "?"}
 
 
@@ -203,6 +204,46 @@ def test_a_function_gives_images_of_pillows_and_the_bytes_of_files(tmp_path: Pat
     assert (first["shown"], first["file"], first["seed"]) == (None, None, b"no image")
     taken = {take_image(one, SPEC).sha256 for one in (*first["files"], *first["many"], second["shown"], second["file"])}
     assert taken == {take_image(RED, SPEC).sha256}
+
+
+CHANGED = """
+from pathlib import Path
+from PIL import Image, ImageDraw
+
+def rows():
+    here = Path(__file__).parent
+    opened = Image.open(here / "red.png")
+    ImageDraw.Draw(opened).rectangle((0, 0, 64, 64), "blue")
+    yield {"image": opened, "box": {"image": opened}}
+    canvas = Image.new("RGB", (64, 64), "red")
+    with Image.open(here / "photo.jpg") as photo:
+        yield {"image": canvas, "box": {"image": photo}}
+    canvas.paste("blue", (0, 0, 64, 64))
+    yield {"image": canvas, "box": {"image": canvas}}
+    red = Image.new("RGB", (64, 64), "red")
+    for other in (red.convert("P"), Image.new("I;16", (64, 64)), red.convert("CMYK")):
+        yield {"image": other}
+"""
+
+
+def test_a_function_gives_images_of_pillows_as_they_are_when_it_returns_them(tmp_path: Path) -> None:
+    photo = encoded(noise(64, 64), "JPEG")
+    (tmp_path / "made.py").write_text(CHANGED)
+    (tmp_path / "red.png").write_bytes(RED)
+    (tmp_path / "photo.jpg").write_bytes(photo)
+
+    rows = load_rows(DatasetSettings(python=str(tmp_path / "made.py")))
+
+    assert image_columns(rows) == ["image", "box"]
+    found = [dict(taken_by_place(row_at(rows, index))) for index in range(len(rows))]
+    red, blue, black = (take_image(Pillow.new("RGB", (64, 64), color), SPEC) for color in ("red", "blue", "black"))
+    assert [one["image"] for one in found] == [blue, red, blue, red, black, take_image(CMYK_RED, SPEC)]
+    assert [one.get("box") for one in found[:3]] == [blue, take_image(photo, SPEC), blue]
+    assert row_at(rows, 1)["box"]["image"]["bytes"] == photo, "a file that nobody changed is not compressed again"
+
+
+def taken_by_place(row: dict[str, Any]) -> list[tuple[str, Image | ImageError]]:
+    return [(str(place[0]), one) for place, one in take_row(row, SPEC, model="m", index=0)[1]]
 
 
 def test_a_cell_that_holds_neither_bytes_nor_a_path_has_no_image() -> None:
