@@ -22,6 +22,7 @@ import structlog
 from areal_async.bus.log import Message, StreamReader
 from areal_async.config.settings import SCARCE_SHARE
 from areal_async.errors import ConflictError, StoredImageError, StreamFullError, UserError
+from areal_async.process import side_threads
 from areal_async.process.failpoints import failpoint
 from areal_async.protocol.subjects import TOKEN, Names
 from areal_async.protocol.types import ImageRef
@@ -52,7 +53,7 @@ class Images:
             UserError: the stream would not hold it, were it empty.
             StoredImageError: what is stored under its name is none of ours.
         """
-        assert _is_named(data, ref), f"image {ref.sha256}: these {len(data)} bytes are another file"
+        assert await _is_named(data, ref), f"image {ref.sha256}: these {len(data)} bytes are another file"
         subject = self._names.images(group_id, ref.sha256)
         try:
             await self._put(group_id, subject, ref, data)
@@ -81,7 +82,7 @@ class Images:
                 f"{what}: got {num_bytes} bytes, need {ref.num_bytes}; it was not stored, or is purged"
             )
         data = b"".join(chunks)
-        if not _is_named(data, ref):
+        if not await _is_named(data, ref):
             raise StoredImageError(
                 f"{what}: got {num_bytes} bytes of another hash or length; what is stored is damaged"
             )
@@ -187,5 +188,9 @@ def _end_of(last: Message, group_id: str, ref: ImageRef) -> int:
     )
 
 
-def _is_named(data: bytes, ref: ImageRef) -> bool:
-    return len(data) == ref.num_bytes and hashlib.sha256(data).hexdigest() == ref.sha256
+async def _is_named(data: bytes, ref: ImageRef) -> bool:
+    """Hold a file against its name, beside the loop: to hash one of 20 MB takes longer than a loop has."""
+    if len(data) != ref.num_bytes:
+        return False
+    digest = await side_threads.IMAGES.run(lambda: hashlib.sha256(data).hexdigest())
+    return digest == ref.sha256
