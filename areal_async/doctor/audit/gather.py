@@ -137,8 +137,7 @@ class _Reader:
         else:
             if slot.status is SlotStatus.SCORED:
                 faults = find_faults(trajectory.sequences, oldest=slot.oldest, newest=slot.newest)
-            images = {image for sequence in trajectory.sequences for image in sequence.images or ()}
-            for image in sorted(images, key=lambda one: one.sha256):
+            for image in sorted(trajectory.images.values(), key=lambda one: one.sha256):
                 damage = damage or await self._damage_of(stored.group_id, image)
         return StoredSlot(
             group_id=stored.group_id,
