@@ -52,8 +52,12 @@ TOLD = {
     "run --help-settings": "rollout.max_staleness",
 }
 """Command, without what is the same in all of them -> what it prints, where the document says it in a comment alone."""
-OF_ONE_PROCESS = ("doctor", "trajectories", "status", "replay", "eval", "dead", "try")
-"""Verbs that start no roles of a run."""
+OF_ONE_PROCESS = ("doctor", "trajectories", "status", "replay", "eval", "dead")
+"""Verbs that start no roles of a run.
+
+Not ``try``: what the documents have it try imports a file that they have just made in ``rewards``, and a process that
+has imported this repository's ``rewards`` for another test looks for it there.
+"""
 TUTORIAL = ("workflows/README.md", "Your first workflow")
 
 CARRIED_OUT = {
