@@ -183,7 +183,8 @@ def write(tensors: Mapping[str, Tensor], directory: Path, *, settings: LoraSetti
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
-        "target_modules": sorted({_last(name.rpartition(".")[0]) for name in tensors}),
+        # Whole: PEFT takes every module whose name ends so, and a tower's may end as the layers' do.
+        "target_modules": sorted({name.rpartition(".")[0] for name in tensors}),
         "modules_to_save": None,
     }
     files = {

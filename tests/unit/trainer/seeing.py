@@ -132,13 +132,8 @@ def transformers_logprobs(model: Any, row: TrainRow, spec: VisionSpec) -> torch.
     return logprobs[torch.from_numpy(row.loss_mask)]
 
 
-def transformers_gradients(folder: Path, rows: Sequence[TrainRow]) -> dict[str, NDArray[Any]]:
-    """Return the gradient of every parameter, by its name in the folder, of the loss of these rows one by one."""
-    from transformers import AutoModelForImageTextToText
-
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    spec = VisionSpec.read(folder)
-    assert spec is not None
+def policy_loss(model: Any, rows: Sequence[TrainRow], spec: VisionSpec) -> torch.Tensor:
+    """Return the loss of these rows by a model of transformers, which is given them one by one."""
     num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
     loss = torch.zeros(())
     for row in rows:
@@ -146,7 +141,17 @@ def transformers_gradients(folder: Path, rows: Sequence[TrainRow]) -> dict[str, 
         behave = torch.from_numpy(row.behave_logprobs)[torch.from_numpy(row.loss_mask)]
         weight = (logprobs.detach() - behave).exp().clamp(max=5.0)
         loss = loss - (weight * (logprobs - logprobs.detach()).exp() * row.advantage).sum() / num_tokens
-    loss.backward()
+    return loss
+
+
+def transformers_gradients(folder: Path, rows: Sequence[TrainRow]) -> dict[str, NDArray[Any]]:
+    """Return the gradient of every parameter, by its name in the folder, of the loss of these rows one by one."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    spec = VisionSpec.read(folder)
+    assert spec is not None
+    policy_loss(model, rows, spec).backward()
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return stored_parameters(model)
