@@ -20,7 +20,7 @@ class LoraSettings(Section):
     """An adapter's output is multiplied by ``alpha / rank``."""
     target_modules: tuple[str, ...] | None = Field(default=None, min_length=1)
     """The linear modules of the layers that are adapted, by the last part of their names (``q_proj``); ``None`` adapts
-    all."""
+    all. With ``vision: lora`` those of the tower's blocks too, of which it names some then."""
     transfer: Literal["auto", "adapter", "merged"] = "auto"
     """How the servers get a version: the adapter alone, which they merge into their copy of ``model.path``, or the
     whole weights merged. ``auto`` takes the adapter where they can: the embedded engine's, with

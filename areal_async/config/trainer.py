@@ -129,13 +129,17 @@ class TrainerSettings(EngineSettings):
 
     vision: Literal["train", "freeze", "lora"] = "train"
     """What becomes of the vision tower of a model that sees: ``freeze`` leaves it as it is, without gradients and
-    moments, and keeps it in ``model.dtype``. ``lora`` is not done yet; beside the adapters of ``trainer.lora`` the
-    tower is to be frozen. Without a tower it changes nothing."""
+    moments, and keeps it in ``model.dtype``; ``lora`` gives its blocks the adapters of ``lora`` too, and leaves its
+    mergers as they are. Adapters need one of the two; a critic, which has none, is trained whole with ``lora``. Without
+    a tower it changes nothing."""
 
     @model_validator(mode="after")
     def _check_layouts(self) -> Self:
-        if self.vision == "lora":
-            raise ValueError("vision: got lora, which is not done yet, need train or freeze; set it to freeze")
+        if self.vision == "lora" and not self.lora.is_on:
+            raise ValueError(
+                "vision: got lora with lora.rank=0, need the rank of its adapters; set lora.rank, or vision to train "
+                "or freeze"
+            )
         if self.num_ranks % self.num_hosts:
             raise ValueError(
                 f"num_hosts: got {self.num_hosts} with num_ranks={self.num_ranks}, need as many ranks on each host; "
@@ -194,4 +198,7 @@ class TrainerSettings(EngineSettings):
     def for_role(self, role: Literal["critic", "reference"]) -> "TrainerSettings":
         """Return these settings as the engine of a role takes them."""
         own: LayoutSettings = getattr(self, role)
-        return self.model_copy(update=own.model_dump(exclude_none=True))
+        changed = own.model_dump(exclude_none=True)
+        if role == "critic":  # has no adapters
+            changed |= {"lora": LoraSettings(), "vision": "freeze" if self.vision == "freeze" else "train"}
+        return self.model_copy(update=changed)

@@ -13,7 +13,6 @@ from typing import Any, Self
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from areal_async.config.lora import LoraSettings
 from areal_async.config.settings import Settings, TrainerSettings
 from areal_async.doctor.preflight.findings import PreflightFinding, error, gigabytes, good, warning
 from areal_async.doctor.preflight.machine import Gpu, Machine
@@ -105,7 +104,7 @@ class TowerSize(msgspec.Struct, frozen=True, kw_only=True):
 
         No ranks share the tower's parameters that share the arithmetic of layers.
         """
-        each = NUM_BYTES[dtype] if trainer.vision == "freeze" else of_each
+        each = of_each if trainer.vision == "train" else NUM_BYTES[dtype]
         return each * self.num_parameters * trainer.tensor_parallel * trainer.replicas // trainer.num_ranks
 
 
@@ -280,7 +279,7 @@ def _beside_bytes(settings: Settings, sizes: dict[str, ModelSize]) -> int:
     """Return what a rank has in the host's memory of what it trains, to be written."""
     copies = sizes["actor"].copies_bytes(settings.trainer, dtype=settings.model.dtype)
     if "critic" in sizes:
-        copies += sizes["critic"].copies_bytes(_of_critic(settings.trainer), dtype=settings.model.dtype)
+        copies += sizes["critic"].copies_bytes(settings.trainer.for_role("critic"), dtype=settings.model.dtype)
     version = sizes["actor"].version_bytes(settings.trainer, dtype=settings.model.dtype)
     # One is written, the next is there already.
     return copies + version * (2 if settings.inference.weight_transfer == "distributed" else 1)
@@ -301,16 +300,11 @@ def bytes_of_rank(settings: Settings, sizes: dict[str, ModelSize], *, offloads: 
     dtype, trainer = settings.model.dtype, settings.trainer
     total = sizes["actor"].trainer_bytes(trainer, dtype=dtype, offloads=offloads)
     if "critic" in sizes:
-        total += sizes["critic"].trainer_bytes(_of_critic(trainer), dtype=dtype, offloads=offloads)
+        total += sizes["critic"].trainer_bytes(trainer.for_role("critic"), dtype=dtype, offloads=offloads)
     is_base = trainer.lora.is_on and settings.model.reference.path in (None, settings.model.path)
     if "reference" in sizes and not is_base:  # what adapters are trained over is there already
         total += sizes["reference"].frozen_bytes(trainer.for_role("reference"), dtype=dtype)
     return total
-
-
-def _of_critic(trainer: TrainerSettings) -> TrainerSettings:
-    """Return how the critic is trained, which never has adapters."""
-    return trainer.for_role("critic").model_copy(update={"lora": LoraSettings()})
 
 
 def _on_gpus(settings: Settings, gpus: tuple[Gpu, ...], size: ModelSize, rank_bytes: int) -> Iterator[PreflightFinding]:

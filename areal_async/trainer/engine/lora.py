@@ -11,6 +11,9 @@ The decoder's own parameters keep their names, so everything that speaks of them
 proves which weights they run) is as without adapters. PEFT's module wraps each layer instead and renames them all,
 which is why the module here is ours; what is written is PEFT's format, and a test loads it with PEFT.
 
+A vision tower is adapted as the language model is: the linear modules of its blocks, and not what stands before and
+behind these (patch embedding, mergers), as little as embedding and head.
+
 Legend: N tokens of a packed row, I and O width of a layer's input and output.
 
 Source: Hu et al. 2021, arXiv 2106.09685, section 4.1.
@@ -100,32 +103,38 @@ class _Merged(torch.autograd.Function):
         return grad_input, None, None, grad_a, grad_b, None
 
 
-def adapt(decoder: nn.Module, settings: LoraSettings) -> None:
+def adapt(decoder: nn.Module, settings: LoraSettings, *, tower: nn.Module | None = None) -> None:
     """Freeze a decoder and give the linear modules of its layers adapters.
 
+    Args:
+        tower: the decoder's own, where its blocks get some too.
+
     Raises:
-        UserError: its layers have no linear module of one of the names.
+        UserError: one of ``target_modules`` is in neither, or all are in one of the two.
     """
     decoder.requires_grad_(False)
-    layers = language_model(decoder).layers
-    inside = next(f"{name}." for name, module in decoder.named_modules() if module is layers)
-    linears = {
-        name: module
-        for name, module in decoder.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith(inside)
-    }
-    known = {_last(name) for name in linears}
-    wanted = known if settings.target_modules is None else set(settings.target_modules)
-    unknown = sorted(wanted - known)
-    if unknown or not wanted:
+    parts = {"layers": language_model(decoder).layers}
+    if tower is not None:
+        parts["tower's blocks"] = tower.blocks
+    linears = {what: _linears(decoder, part) for what, part in parts.items()}
+    known = {what: set(map(_last, inside)) for what, inside in linears.items()}
+    wanted = set().union(*known.values()) if settings.target_modules is None else set(settings.target_modules)
+    unknown = wanted.difference(*known.values())
+    if unknown or any(wanted.isdisjoint(names) for names in known.values()):
+        need = " and of its ".join(f"{what}: {', '.join(sorted(names)) or 'none'}" for what, names in known.items())
         raise UserError(
-            f"trainer.lora.target_modules: got {', '.join(unknown) or 'none'}, need some of the linear modules of this "
-            f"model's layers: {', '.join(sorted(known)) or 'it has none'}"
+            f"trainer.lora.target_modules: got {', '.join(sorted(unknown or wanted)) or 'none'}, need some of the "
+            f"linear modules of this model's {need}"
         )
-    for name, module in linears.items():
+    for name, module in (one for inside in linears.values() for one in inside.items()):
         if _last(name) in wanted:
             parent, _, last = name.rpartition(".")
             setattr(decoder.get_submodule(parent), last, LoraLinear(name, module, settings))
+
+
+def _linears(decoder: nn.Module, part: nn.Module) -> dict[str, nn.Linear]:
+    inside = next(name for name, module in decoder.named_modules() if module is part)
+    return {f"{inside}.{name}": module for name, module in part.named_modules() if isinstance(module, nn.Linear)}
 
 
 def adapters(decoder: nn.Module) -> dict[str, LoraLinear]:

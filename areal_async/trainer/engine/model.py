@@ -160,7 +160,7 @@ def load_policy(
     prepare_tower(causal_lm, trainer, dtype)
     base_sha256: dict[str, str] = {}
     if has_adapters:
-        adapt(causal_lm, trainer.lora)
+        adapt(causal_lm, trainer.lora, tower=vision_tower(causal_lm) if trainer.vision == "lora" else None)
         base_sha256 = base_witnesses(causal_lm, functools.partial(stored.read, dtype=in_memory))
     model = _laid_out(
         causal_lm, dims, trainer, dtype=dtype, wrap=functools.partial(PolicyModel, base_sha256=base_sha256)

@@ -66,12 +66,12 @@ def prepare_tower(decoder: Any, trainer: TrainerSettings, dtype: torch.dtype) ->
         decoder.base_model.language_model._deepstack_process = _add_deepstack
     if not any(one.requires_grad for one in tower.parameters()):
         return  # of a reference
-    if trainer.lora.is_on and trainer.vision != "freeze":
+    if trainer.lora.is_on and trainer.vision == "train":
         raise UserError(
-            f"trainer.vision: got {trainer.vision} with trainer.lora.rank={trainer.lora.rank}, need freeze; adapters "
-            "are trained of the language model alone"
+            f"trainer.vision: got train with trainer.lora.rank={trainer.lora.rank}, need freeze or lora; set it to "
+            "lora for adapters in the tower too, or to freeze"
         )
-    if trainer.vision == "freeze":
+    if trainer.vision != "train":
         tower.requires_grad_(False)
         for parameter in tower.parameters():
             parameter.data = parameter.data.to(dtype)

@@ -141,9 +141,12 @@ def base_witnesses(causal_lm: nn.Module, read: Callable[[str], Tensor]) -> dict[
 
 
 def adapter_witnesses(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return {PEFT's name: sha256 of the bytes} of the adapters of the first and the last layer."""
+    """Return {PEFT's name: sha256 of the bytes} of the adapters of the first and the last layer, and of all of a tower.
+
+    ``tensors`` has some of layers.
+    """
     layers = [layer for name in tensors if (layer := layer_of(name)) is not None]
-    ends = {min(layers), max(layers)}
+    ends = {min(layers), max(layers), None}
     return {peft_name(name): _sha256(tensor) for name, tensor in tensors.items() if layer_of(name) in ends}
 
 

@@ -116,10 +116,11 @@ def test_what_is_not_done_with_adapters_is_refused(given: dict[str, Any], messag
         Settings.model_validate({**given, "trainer": {**given.get("trainer", {}), "lora": lora}})
 
 
-def test_adapters_of_a_tower_are_refused_as_they_are_not_done_yet() -> None:
-    assert Settings.model_validate({"trainer": {"vision": "freeze"}}).trainer.vision == "freeze"
-    with pytest.raises(ValidationError, match=r"vision: got lora, which is not done yet, need train or freeze"):
-        Settings.model_validate({"trainer": {"vision": "lora"}})
+def test_adapters_of_a_tower_without_a_rank_are_refused() -> None:
+    given = {"vision": "lora", "lora": {"rank": 4}}
+    assert Settings.model_validate({"trainer": given}).trainer.vision == "lora"
+    with pytest.raises(ValidationError, match=r"vision: got lora with lora\.rank=0, need the rank of its adapters; "):
+        TrainerSettings.model_validate({"vision": "lora"})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from areal_async.config.lora import LoraSettings
 from areal_async.config.settings import InferenceSettings, ModelSettings, Settings, TrainerSettings
 from areal_async.doctor.preflight.findings import Level
 from areal_async.doctor.preflight.machine import Gpu, Machine
@@ -79,6 +80,9 @@ def test_a_frozen_tower_takes_what_it_is_computed_in_and_keeps_nothing(tmp_path:
     size, tower = ModelSize.read(folder), AutoModelForImageTextToText.from_pretrained(folder).model.visual
     num_tower = sum(one.numel() for one in tower.parameters())
     trained, frozen = TrainerSettings(token_budget=64), TrainerSettings(token_budget=64, vision="freeze")
+    adapters, beside = (
+        frozen.model_copy(update={"lora": LoraSettings(rank=4), "vision": one}) for one in ("lora", "freeze")
+    )
 
     parts, left = (size.trainer_parts(one, dtype="bfloat16") for one in (trained, frozen))
     divided = TrainerSettings(num_ranks=2, token_budget=64, tensor_parallel=2)
@@ -86,7 +90,12 @@ def test_a_frozen_tower_takes_what_it_is_computed_in_and_keeps_nothing(tmp_path:
     assert parts["state"] - left["state"] == (16 - 2) * num_tower
     assert size.trainer_parts(divided, dtype="bfloat16")["state"] == parts["state"] / 2 + 8 * num_tower
     # Two blocks of 10 x 16 + 2 x 24 numbers, the pixels, two mergers and the last state, of 4 patches for each token.
-    assert parts["activations"] - left["activations"] == 2 * 64 * 4 * (2 * 208 + 96 + 7 * 16)
+    seen = 2 * 64 * 4 * (2 * 208 + 96 + 7 * 16)
+    assert parts["activations"] - left["activations"] == seen
+    adapting, alone = (size.trainer_parts(one, dtype="bfloat16") for one in (adapters, beside))
+    assert adapting == {**alone, "activations": alone["activations"] + seen}
+    critic, whole = (one.for_role("critic") for one in (adapters, trained))
+    assert size.trainer_parts(critic, dtype="bfloat16") == size.trainer_parts(whole, dtype="bfloat16")
     copies = [size.copies_bytes(one, dtype="bfloat16") for one in (trained, frozen)]
     assert copies[0] - copies[1] == (12 - 2) * num_tower
 

@@ -9,7 +9,6 @@ import torch
 from safetensors.numpy import load_file
 
 from areal_async.config.settings import TrainerSettings
-from areal_async.errors import UserError
 from areal_async.trainer.engine import checkpoint
 from areal_async.trainer.engine.loading import CAUSAL_LM, empty_decoder
 from areal_async.trainer.engine.model import PolicyModel
@@ -241,11 +240,6 @@ def test_adapters_of_the_language_model_are_trained_beside_a_frozen_tower(seeing
     changed = {name for name, one in engine.full_parameters().items() if not torch.equal(one, before[name])}
     assert changed == {name for name in before if ".layers." in name and "_proj.weight" in name}
     assert all(torch.equal(*pair) for pair in zip(engine.base_logprobs(rows), answers, strict=True))
-
-
-def test_adapters_beside_a_tower_that_would_be_trained_are_refused(seeing: Path, ranks: Ranks) -> None:
-    with pytest.raises(UserError, match=r"trainer\.vision: got train with trainer\.lora\.rank=4, need freeze"):
-        engine_of(seeing, ranks, lora={"rank": 4})
 
 
 def test_a_pipeline_of_a_model_that_sees_is_refused(seeing: Path, two_ranks: RankWorkers) -> None:

@@ -134,6 +134,14 @@ def test_a_critic_leaves_a_frozen_tower_as_it_is(critic: Path, ranks: Ranks) -> 
     assert {name for name, one in got.items() if not one.any()} == {name for name in got if "visual." in name}
 
 
+def test_a_critic_is_trained_whole_beside_a_policy_with_adapters(critic: Path, ranks: Ranks) -> None:
+    rows = with_returns(seeing_rows())
+
+    got = critic_gradients(ranks, critic, [rows], {"vision": "lora", "lora": {"rank": 4}})
+
+    check_gradients(got, expected_gradients(critic, rows))
+
+
 def test_a_folder_without_a_head_starts_a_critic_that_sees_and_expects_nothing(tmp_path: Path, ranks: Ranks) -> None:
     values = CriticEngine(settings_of(save_seeing_model(tmp_path, "qwen3_vl")), ranks).values(seeing_rows())
 
@@ -146,7 +154,9 @@ def reference_logprobs(ranks: Ranks, folder: Path, rows: Sequence[TrainRow], tra
     return [one.numpy() for one in engines.reference_logprobs(rows[ranks.rank :: ranks.size])]
 
 
-@pytest.mark.parametrize("trainer", [{}, {"token_budget": 4096}, {"vision": "freeze", "lora": {"rank": 4}}])
+@pytest.mark.parametrize(
+    "trainer", [{}, {"token_budget": 4096}, *({"vision": vision, "lora": {"rank": 4}} for vision in ("freeze", "lora"))]
+)
 def test_a_reference_says_of_packed_rows_what_it_says_of_each_document_alone(
     trainer: dict[str, Any], critic: Path, ranks: Ranks
 ) -> None:

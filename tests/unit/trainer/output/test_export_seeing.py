@@ -48,16 +48,15 @@ def _row(folder: Path) -> tuple[TrainRow, VisionSpec]:
     return row, codec.vision
 
 
-@pytest.mark.parametrize("lora", [{}, {"rank": 4}])
+@pytest.mark.parametrize("trainer", [{}, *({"lora": {"rank": 4}, "vision": vision} for vision in ("freeze", "lora"))])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_loads_an_exported_model_that_sees_and_computes_the_same(
-    family: str, lora: dict[str, Any], ranks: Ranks, tmp_path: Path
+    family: str, trainer: dict[str, Any], ranks: Ranks, tmp_path: Path
 ) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
     source = write_folder(tmp_path / "source", family=family)
     row, spec = _row(source)
-    trainer = {"lora": lora, "vision": "freeze"} if lora else {}
     engine = engine_of(source, ranks, token_budget=256, **trainer)
     engine.train_step([row], step=1, total_steps=2)
     Engines(actor=engine).save_checkpoint(tmp_path / "1-1", b"")
@@ -66,7 +65,7 @@ def test_transformers_loads_an_exported_model_that_sees_and_computes_the_same(
         tmp_path / "1-1",
         tmp_path / "exported",
         model=ModelSettings(path=str(source), dtype="float32"),
-        lora=LoraSettings.model_validate(lora),
+        lora=LoraSettings.model_validate(trainer.get("lora", {})),
     )
 
     folder = tmp_path / "exported"
