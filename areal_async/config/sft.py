@@ -1,5 +1,7 @@
 """Every setting of a supervised fine-tuning, frozen, from the same sources as a run's settings."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from areal_async.config.settings import DatasetSettings, LoraSettings
@@ -33,6 +35,8 @@ class SftTrainerSettings(TuningTrainerSettings):
     """Rows per step, over all ranks."""
     lora: LoraSettings = LoraSettings()
     """Adapters instead of all weights; ``transfer`` means nothing here."""
+    vision: Literal["train", "freeze", "lora"] = "train"
+    """What becomes of the vision tower of a model that sees."""
 
 
 class SftSettings(TuningSettings):

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from areal_async.config.launch import LaunchSettings
 from areal_async.config.reward_model import RewardModelSettings
 from areal_async.config.settings import Settings, TrainerSettings
-from areal_async.config.sft import SftSettings
+from areal_async.config.sft import SftSettings, SftTrainerSettings
 from areal_async.config.sources import load_kind
 from areal_async.config.tree import annotation_at, describe, leaves
 
@@ -119,8 +119,12 @@ def test_what_is_not_done_with_adapters_is_refused(given: dict[str, Any], messag
 def test_adapters_of_a_tower_without_a_rank_are_refused() -> None:
     given = {"vision": "lora", "lora": {"rank": 4}}
     assert Settings.model_validate({"trainer": given}).trainer.vision == "lora"
-    with pytest.raises(ValidationError, match=r"vision: got lora with lora\.rank=0, need the rank of its adapters; "):
-        TrainerSettings.model_validate({"vision": "lora"})
+    assert SftTrainerSettings.model_validate(given).engine.vision == "lora"
+    for section in (TrainerSettings, SftTrainerSettings):
+        with pytest.raises(
+            ValidationError, match=r"vision: got lora with lora\.rank=0, need the rank of its adapters; "
+        ):
+            section.model_validate({"vision": "lora"})
 
 
 @pytest.mark.parametrize(
