@@ -27,7 +27,6 @@ from areal_async.cli.try_ import MAX_ATTEMPTS, SPARE_STREAMS, check, choose_tria
 from areal_async.config.metrics import TO_FILES
 from areal_async.config.settings import HeldOut, Settings, TaskSettings
 from areal_async.config.sources import load_settings
-from areal_async.controller.accuracy import sum_up
 from areal_async.data.rows import RowPrompts, load_rows
 from areal_async.errors import BusError, UnansweredError, UserError
 from areal_async.launch.run import visit_live
@@ -42,6 +41,7 @@ from areal_async.protocol.types import Slot, SlotStatus
 from areal_async.protocol.wire import decode_json
 from areal_async.telemetry import log
 from areal_async.telemetry.exporters.traces import recording
+from areal_async.versions.accuracy import sum_up
 
 POLL_S = 1.0
 MAX_REASONS = 3

@@ -15,7 +15,6 @@ import structlog
 from anyio.abc import TaskGroup
 
 from areal_async.bus import Bus, Delivery, Inbox
-from areal_async.controller.accuracy import sum_up
 from areal_async.controller.evaluation_images import EvaluationImages
 from areal_async.controller.row_images import RowImages
 from areal_async.controller.tasks import Tasks
@@ -24,6 +23,7 @@ from areal_async.protocol.evaluations import EvalRecord, EvalResult, EvalTicket
 from areal_async.protocol.events import EvaluationFinished
 from areal_async.protocol.types import Version
 from areal_async.telemetry import spans
+from areal_async.versions.accuracy import sum_up
 
 RESULT_BATCH = 256
 MAX_ATTEMPTS = 3

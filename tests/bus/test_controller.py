@@ -24,7 +24,6 @@ from areal_async.config.settings import (
 )
 from areal_async.controller import admission
 from areal_async.controller.accounts import Accounts
-from areal_async.controller.accuracy import interval_95
 from areal_async.controller.controller import Controller
 from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.failure_detector import FailureDetector
@@ -46,6 +45,7 @@ from areal_async.protocol.types import (
     WeightsVersion,
 )
 from areal_async.protocol.wire import decode
+from areal_async.versions.accuracy import interval_95
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
 
 pytestmark = pytest.mark.anyio

@@ -13,7 +13,7 @@ LAYERS = (
     {"protocol", "sandbox", "user_files", "vision"},
     {"api", "process"},
     {"config"},
-    {"algorithms", "bus", "chat_template", "data", "telemetry"},
+    {"algorithms", "bus", "chat_template", "data", "telemetry", "versions"},
     {"controller", "inference"},
     {"rollout", "trainer"},
     {"launch"},

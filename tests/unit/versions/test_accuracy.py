@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from areal_async.controller.accuracy import MAX_REASONS, interval_95, measure, most_frequent, pass_at
+from areal_async.versions.accuracy import MAX_REASONS, interval_95, measure, most_frequent, pass_at
 
 
 def test_of_right_and_wrong_answers_it_is_wilsons() -> None:
