@@ -19,7 +19,7 @@ import msgspec
 
 from areal_async.bus import Bus, Report, ask_service
 from areal_async.cli.checks import check_dataset
-from areal_async.cli.export import BEST, LAST, chosen, write
+from areal_async.cli.export import write
 from areal_async.cli.orders import ANSWER_DEADLINE_S, who
 from areal_async.cli.run import load_run_settings
 from areal_async.cli.trials import TemporaryFolder, opened_trial
@@ -42,6 +42,8 @@ from areal_async.protocol.wire import decode_json
 from areal_async.telemetry import log
 from areal_async.telemetry.exporters.traces import recording
 from areal_async.versions.accuracy import sum_up
+from areal_async.versions.resolve import kept
+from areal_async.versions.tags import BEST, LAST
 
 POLL_S = 1.0
 MAX_REASONS = 3
@@ -188,9 +190,9 @@ def _model_of(directory: RunDirectory, settings: Settings, wanted: str, folder: 
     exported = directory.path / FOLDERS[wanted] if wanted in FOLDERS else None
     if exported is not None and exported.is_dir():
         return exported, directory.exported_version(exported.name)
-    with chosen(directory.path, settings, wanted or LAST) as version:
-        write(directory.path, settings, version, folder / version)
-    return folder / version, version
+    with kept(directory.path, settings, wanted or LAST) as version:
+        write(directory.path, settings, version, folder / str(version))
+    return folder / str(version), str(version)
 
 
 def _evaluate(

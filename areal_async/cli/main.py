@@ -121,7 +121,7 @@ VERBS = {
         _value("--model", "DIR", "a model folder or hub name; else the settings' model.path"),
         _value("--server", "URL", "as for try", action="append", default=[]),
         _value("--run", "NAME", "a run's model instead; a live run evaluates what its servers hold"),
-        _value("--version", "VERSION", "with --run: of that checkpoint, 1-20, or last, or best; else model/"),
+        _value("--version", "VERSION", "with --run: of a checkpoint: 1-20, a step, best, last, or a tag; else model/"),
         _value("--limit", "N", "only the first so many rows (eval.limit)", type=int),
         _value("--samples", "K", "so many sampled answers a row: avg@k, pass@k (eval.samples)"),
         _flag("--json", "one JSON object per task"),
@@ -225,7 +225,7 @@ VERBS = {
         "export",
         "write a checkpoint of a run as a plain Hugging Face folder",
         _RUN,
-        _value("--checkpoint", "VERSION", "such as 1-20, or best, or last (last)", default="last"),
+        _value("--checkpoint", "VERSION", "1-20, a step, best, last, or a tag (last)", default="last"),
         _value("--output", "DIR", "else model_<version> in the run's directory"),
     ),
     "trajectories": _verb(

@@ -7,7 +7,7 @@ killed reader held, and file systems that hosts share keep such locks of files, 
 
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -76,11 +76,18 @@ def finish(partial: Path, directory: Path) -> None:
 
 
 def keep_newest(
-    directory: Path, count: int, *, also: Collection[str] = (), lease: str = "", lineage: int | None = None
+    directory: Path,
+    count: int,
+    *,
+    also: Collection[str] = (),
+    is_wanted: Callable[[str], bool] = lambda name: False,
+    lease: str = "",
+    lineage: int | None = None,
 ) -> None:
     """Delete all but the newest ``<lineage>-<step>`` folders of a directory, and those named in ``also``.
 
     Args:
+        is_wanted: whether one stays all the same, asked once nobody holds it any more: who did may want it now.
         lease: name of the file in each by which its readers hold it (``held``); what is held stays this time.
         lineage: whose folders they are: what a newer one, which has replaced it, is just writing is left alone.
     """
@@ -90,7 +97,7 @@ def keep_newest(
             _remove(leftover)  # of a save that a crash cut short
     for version in versions_in(directory)[:-count]:
         if str(version) not in also:
-            _delete(directory / str(version), lease)
+            _delete(directory / str(version), lease, is_wanted)
 
 
 @contextmanager
@@ -105,14 +112,16 @@ def held(folder: Path, lease: str) -> Iterator[bool]:
         yield try_lock(file, is_shared=True) and (folder / lease).is_file()  # else it is being deleted
 
 
-def _delete(folder: Path, lease: str) -> None:
-    """Delete a folder, unless somebody holds it; a process that comes later finds none."""
+def _delete(folder: Path, lease: str, is_wanted: Callable[[str], bool]) -> None:
+    """Delete a folder, unless somebody holds or wants it; a process that comes later finds none."""
     aside = folder.with_name(f".{folder.name}.replaced")
     with ExitStack() as stack:
         if lease and (folder / lease).is_file():
             file = stack.enter_context((folder / lease).open("r+b"))  # some file systems give writers alone this lock
             if not try_lock(file):
                 return
+        if is_wanted(folder.name):
+            return
         folder.rename(aside)
     _remove(aside)
 

@@ -35,8 +35,8 @@ from areal_async.trainer.engine.parallel.ranks import is_of_peers
 from areal_async.trainer.engine.threads import BackgroundJob
 from areal_async.trainer.output.archive import write_archive
 from areal_async.trainer.output.archive_reader import find_archived
-from areal_async.trainer.output.checkpoint_retention import INTERVAL
 from areal_async.trainer.shards import ShardTrainer
+from areal_async.versions.best import INTERVAL
 
 log = structlog.get_logger()
 

@@ -104,8 +104,8 @@ def test_several_answers_to_a_row_are_told_as_avg_and_pass() -> None:
         (["workflows/mine.py", "--config", "configs/nothing.yaml"], "eval.dataset: got none, need held-out rows; "),
         (["workflows/mine.py", "--eval.dataset.path", "no.jsonl"], "eval.dataset.path: no file no.jsonl; "),
         (["--run", "none"], "--run: got none, need the name of a run in "),
-        (["--run", "over"], "--run: "),
-        (["--run", "over", "--version", "1-7"], "--run: "),
+        (["--run", "over"], "--version: "),
+        (["--run", "over", "--version", "1-7"], "--version: "),
     ],
 )
 def test_mistakes_get_one_sentence_and_leave_nothing_behind(

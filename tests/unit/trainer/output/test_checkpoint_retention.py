@@ -1,5 +1,6 @@
 """Checkpoints are kept by newness, by number and by merit; what a restart needs stays whatever the rules are."""
 
+import fcntl
 import json
 import tracemalloc
 from pathlib import Path
@@ -9,9 +10,13 @@ import pytest
 
 from areal_async.config.live import settings_now
 from areal_async.config.settings import Settings
+from areal_async.process.atomic_folders import LEDGER, held
 from areal_async.protocol.run_state import Change, Changes
 from areal_async.protocol.types import Version
-from areal_async.trainer.output.checkpoint_retention import awaited, by_accuracy, by_reward, find_best, keep
+from areal_async.trainer.output.checkpoint_retention import awaited, keep
+from areal_async.versions import tags
+from areal_async.versions.best import by_accuracy, by_reward, find_best
+from areal_async.versions.tags import Tag
 
 
 class Run:
@@ -77,6 +82,41 @@ def test_what_a_restart_begins_from_stays(run: Run) -> None:
     run.has("1-2", "1-4", "1-6")
 
     assert run.keep("1-2", keep_checkpoints=1) == ["1-2", "1-6"]
+
+
+def test_what_has_a_tag_stays_until_it_has_none(run: Run) -> None:
+    run.has("1-2", "1-4", "1-6", "1-8")
+    tags.write(run.path, Tag(tag="champion", version="1-2"))
+    tags.write(run.path, Tag(tag="candidate", version="1-4"))
+
+    assert run.keep("1-8", keep_checkpoints=1) == ["1-2", "1-4", "1-8"]
+    tags.write(run.path, Tag(tag="champion", version="1-8"))
+    tags.write(run.path, Tag(tag="candidate", version=""))
+    assert run.keep("1-8", keep_checkpoints=1) == ["1-8"]
+
+
+def test_what_gets_a_tag_while_others_are_deleted_stays(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who gives a tag holds the checkpoint, so that it is there: from then on the tag must be seen."""
+    run.has("1-2", "1-4", "1-6")
+    lock = fcntl.flock
+
+    def after_a_tag(file: int, operation: int) -> None:
+        monkeypatch.setattr("fcntl.flock", lock)
+        with held(run.path / "checkpoints" / "1-2", LEDGER) as is_there:
+            assert is_there
+            tags.write(run.path, Tag(tag="champion", version="1-2"))
+        lock(file, operation)
+
+    monkeypatch.setattr("fcntl.flock", after_a_tag)
+
+    assert run.keep("1-6", keep_checkpoints=1) == ["1-2", "1-6"]
+
+
+def test_where_tags_cannot_be_read_nothing_is_deleted(run: Run) -> None:
+    run.has("1-2", "1-4", "1-6")
+    (run.path / "tags.jsonl").write_text("{}\n")
+
+    assert run.keep("1-6", keep_checkpoints=1) == ["1-2", "1-4", "1-6"]
 
 
 def test_the_best_by_reward_stays_and_is_named(run: Run) -> None:
