@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import msgspec
 import structlog
 from anyio.abc import TaskGroup
@@ -23,6 +24,7 @@ from areal_async.protocol.evaluations import EvalRecord, EvalResult, EvalTicket
 from areal_async.protocol.events import EvaluationFinished
 from areal_async.protocol.types import Version
 from areal_async.telemetry import spans
+from areal_async.versions import evaluations
 from areal_async.versions.accuracy import sum_up
 
 RESULT_BATCH = 256
@@ -48,6 +50,7 @@ class Evaluator:
         """Take held-out rows.
 
         Args:
+            file: takes a line for each record; what each row got goes into ``evaluations/`` beside it.
             num_samples: answers to each row.
             rows: takes in their images; ``None`` where they have none.
         """
@@ -106,6 +109,8 @@ class Evaluator:
                 results, held = await self._collect(str(version), inbox, asking, on_result)
                 asking.cancel_scope.cancel()
             records = self._summarise(version, results)
+            answers = [self._answer(result) for result in results]
+            await anyio.to_thread.run_sync(evaluations.write, self._file.parent, version, answers)
             with self._file.open("a") as file:  # before it counts as made: a repeated line does less harm than none
                 file.writelines(json.dumps(msgspec.structs.asdict(record)) + "\n" for record in records)
             for record in records:
@@ -190,6 +195,17 @@ class Evaluator:
         for result in results:
             own[self._rows.name_at(result.index)].append(result)
         return [_record(version, workflow, part, self._num_samples) for workflow, part in own.items()]
+
+    def _answer(self, result: EvalResult) -> evaluations.Answer:
+        task, row = self._rows.place(result.index)
+        return evaluations.Answer(
+            task=task,
+            row=row,
+            sample=result.sample,
+            reward=None if result.error else result.reward,
+            error=result.error[: evaluations.MAX_ERROR],
+            num_tokens=result.num_tokens,
+        )
 
     async def _ask(self, eval_id: str, answers: Collection[Answer], attempt: int) -> None:
         """Store the tickets, never so many that no result finds room beside them."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from areal_async.protocol.fields import Count, OptionalVersionText, TokenText, VersionText, check_places
+from areal_async.protocol.fields import Count, OptionalVersionText, RewardNumber, TokenText, VersionText, check_places
 from areal_async.protocol.types import Record, RowImages
 
 
@@ -36,12 +36,14 @@ class EvalResult(Record, frozen=True, kw_only=True):
 
     eval_id: VersionText
     index: Count
-    reward: float = 0.0
+    reward: RewardNumber = 0.0
     error: str = ""
     """Reason why there is no reward; empty where there is one."""
     oldest: OptionalVersionText = ""
     newest: OptionalVersionText = ""
     sample: Count = 0
+    num_tokens: Count = 0
+    """Tokens that the model has said for it, in all its turns."""
 
 
 class EvalRecord(Record, frozen=True, kw_only=True):

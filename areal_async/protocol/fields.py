@@ -76,6 +76,7 @@ NumAttempts = Annotated[int, Meta(ge=0, le=10**9 - 1)]
 """Number of attempts at one prompt: a group's id has nine digits for it."""
 NumImageBytes = Annotated[int, Meta(ge=1, le=MAX_IMAGE_BYTES)]
 NumPixels = Annotated[int, Meta(ge=1, le=MAX_IMAGE_SIDE)]
+RewardNumber = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
 Place = Annotated[list[Annotated[str, Meta(max_length=1000)] | Count], Meta(min_length=1, max_length=32)]
 """Where a cell is within a row: names of columns and fields, and positions in lists."""
 GroupSize = Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]

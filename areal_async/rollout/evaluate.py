@@ -77,4 +77,5 @@ async def _answer(node: NodeContext, ticket: EvalTicket, prompt: Prompt, work: W
         oldest=oldest,
         newest=newest,
         sample=ticket.sample,
+        num_tokens=sum(len(turn.output_ids) for turn in policy.turns),
     )

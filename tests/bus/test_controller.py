@@ -45,6 +45,7 @@ from areal_async.protocol.types import (
     WeightsVersion,
 )
 from areal_async.protocol.wire import decode
+from areal_async.versions import evaluations
 from areal_async.versions.accuracy import interval_95
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
 
@@ -415,12 +416,21 @@ async def test_each_row_is_asked_for_as_many_answers_as_are_wanted_and_they_make
                         sample=one.sample,
                         reward=float(one.sample == one.index == 0),
                         error="too late" if one.sample == one.index == 1 else "",
+                        num_tokens=7,
                     )
                     await node.publish(names.eval_results("w"), result)
                     await delivery.ack()
         await until(lambda: file.exists() and bool(file.read_text()))
 
     (line,) = map(msgspec.json.decode, file.read_text().splitlines())
+    kept = evaluations.read(file.parent, Version(1, 0))
+    assert [(one.task, one.row, one.sample, one.reward, one.error, one.num_tokens) for one in kept] == [
+        ("w", 0, 0, 1.0, "", 7),
+        ("w", 0, 1, 0.0, "", 7),
+        ("w", 1, 0, 0.0, "", 7),
+        ("w", 1, 1, None, "too late", 7),
+    ]
+    assert evaluations.evaluated(file.parent) == [Version(1, 0)]
     assert asked == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert (line["accuracy"], line["num_scored"], line["num_failed"]) == (0.25, 3, 1)
     assert (line["num_samples"], line["pass_at"]) == (2, {"1": 0.25, "2": 1.0})

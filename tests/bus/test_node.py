@@ -760,7 +760,7 @@ async def test_evaluation_is_greedy_and_its_result_stored_before_the_ticket_is_a
         await run.left_in(run.names.eval_stream, 2)
         asked = await ask((await run.server(lambda state: True)).url, "/model_info")
 
-    assert results[3] == EvalResult(eval_id="1-0", index=3, reward=12.0, oldest="1-0", newest="1-0")
+    assert results[3] == EvalResult(eval_id="1-0", index=3, reward=12.0, oldest="1-0", newest="1-0", num_tokens=12)
     assert [params["temperature"] for params in asked["sampling_params"]] == [0.0, 0.0]
     assert results[4].error == "workflow play: ValueError: broken on purpose"
     assert results[4].sample == 2

@@ -16,6 +16,7 @@ NUM_EDGE_STEPS = 5
 PLACES = {
     "metrics.jsonl": "one line per step",
     "eval.jsonl": "one line per evaluation",
+    "evaluations": "one line per answer to a held-out row",
     "reward.png": "reward, evaluation and staleness per step",
     "model": "the trained model, a Hugging Face folder",
     "model_best": "that of the best checkpoint",
