@@ -111,7 +111,7 @@ class Controller:
             hold=TrainersHold(settings, silence_s=silence_after(settings.run.watchdog_s)),
         )
         self._hosts = HostOrders(bus, settings)
-        self._fleets = FleetOrders(bus, lambda: self._liveness.present)
+        self._fleets = FleetOrders(bus, settings.run_directory, lambda: self._liveness.present)
         self._waits_for = ""
 
     @property

@@ -7,11 +7,12 @@ it when it starts. Invariant: a node keeps one server, as its workflows would wa
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import anyio
-import structlog
 
 from areal_async.bus import Bus, Report, Schema, ServiceEndpoint, json_object
+from areal_async.controller.audit import note
 from areal_async.controller.reports import ProcessReport
 from areal_async.controller.steering import TEXT, text_in
 from areal_async.errors import ConflictError, UserError
@@ -26,15 +27,14 @@ MAX_ADDED = 256
 """Servers of one order."""
 ANSWER = json_object(sentence="string", indices={"type": "array", "items": {"type": "integer"}})
 
-log = structlog.get_logger()
-
 
 class FleetOrders:
     """The endpoints of the controller at which operators change how many servers a node has."""
 
-    def __init__(self, bus: Bus, heard: Callable[[], Mapping[str, ProcessReport]]) -> None:
+    def __init__(self, bus: Bus, run_directory: Path, heard: Callable[[], Mapping[str, ProcessReport]]) -> None:
         """``heard`` returns what is known of the processes that speak, by the name that ``wait_graph`` gives each."""
         self._bus = bus
+        self._run_directory = run_directory
         self._heard = heard
         self._lock = anyio.Lock()
 
@@ -151,6 +151,4 @@ class FleetOrders:
                 return before, after
 
     async def _note(self, order: str, by: str, reason: str) -> None:
-        event = RunOrdered(order=order, by=by, reason=reason)
-        log.info(event.kind, order=order, by=by, reason=reason)
-        await self._bus.publish_event(event)
+        await note(self._bus, self._run_directory, RunOrdered(order=order, by=by, reason=reason))

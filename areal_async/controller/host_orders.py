@@ -7,11 +7,10 @@ launcher's own host, those that hold ranks and the last one that generates stay.
 from collections.abc import Callable
 from contextlib import suppress
 
-import structlog
-
 from areal_async.bus import Bus, Report, Schema, ServiceEndpoint, json_object
 from areal_async.config.launch import HOST
 from areal_async.config.settings import Settings
+from areal_async.controller.audit import note
 from areal_async.controller.steering import TEXT, text_in
 from areal_async.errors import ConflictError, UserError
 from areal_async.protocol.events import RunOrdered
@@ -21,8 +20,6 @@ from areal_async.protocol.subjects import HOSTS
 ADD, REMOVE = "add-host", "remove-host"
 NOT_THERE = ("stopped", "finished")
 """States of processes that nobody starts again."""
-
-log = structlog.get_logger()
 
 
 class HostOrders:
@@ -124,8 +121,7 @@ class HostOrders:
                 await self._bus.compare_and_set(HOSTS, wanted, revision)
                 break
         event = RunOrdered(order=f"{order} {host}", by=by, reason=reason)
-        log.info(event.kind, order=event.order, by=by, reason=reason)
-        await self._bus.publish_event(event)
+        await note(self._bus, self._settings.run_directory, event)
         return host
 
 

@@ -8,14 +8,13 @@ import functools
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-import anyio.to_thread
 import msgspec
 import structlog
 
 from areal_async.bus import Bus, Report, Schema, ServiceEndpoint, json_object
-from areal_async.config.change_record import record_change
 from areal_async.config.live import check_change, full_name, held_changes, live_names, value_of
 from areal_async.config.settings import Settings
+from areal_async.controller.audit import note
 from areal_async.errors import ConflictError, UserError
 from areal_async.protocol.events import RunOrdered, SettingChanged
 from areal_async.protocol.run_state import Change, Changes, Control
@@ -110,8 +109,7 @@ class RunSteering:
                 await self._bus.compare_and_set(CONTROL, wanted, revision)
                 break
         self.see(wanted)
-        log.info(event.kind, order=name, by=by, reason=reason)
-        await self._bus.publish_event(event)
+        await note(self._bus, self._settings.run_directory, event)
         answer: Report = msgspec.to_builtins(wanted)
         return answer
 
@@ -137,9 +135,7 @@ class RunSteering:
                 await self._bus.compare_and_set(CHANGES, wanted, revision)
                 break
         self._follow(wanted)
-        await anyio.to_thread.run_sync(record_change, self._settings.run_directory, event)
-        log.info(event.kind, setting=setting, before=before, after=value, by=by, reason=reason)
-        await self._bus.publish_event(event)
+        await note(self._bus, self._settings.run_directory, event)
         return dict(held_changes(self._settings, wanted))
 
 

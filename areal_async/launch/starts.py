@@ -20,7 +20,7 @@ from areal_async.controller.sampler import is_without_mix
 from areal_async.errors import BusError, UserError
 from areal_async.launch.run_directory import RunDirectory, SettingsSources
 from areal_async.launch.supervisor import Notify
-from areal_async.protocol.events import SettingChanged
+from areal_async.protocol.events import RunOrdered, SettingChanged
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.run_state import Changes, RunState
 from areal_async.protocol.subjects import ADMITTED, CHANGES, CHECKPOINT, RUN_STATE
@@ -37,7 +37,7 @@ class Start:
     """Who starts a run, and how."""
 
     by: str
-    """Name of who starts it, for the run's record of changed settings."""
+    """Name of who starts it, for the run's record of orders and changed settings."""
     is_fresh: bool = False
     """Forget what the bus holds of an earlier run of this name."""
     named: frozenset[str] = frozenset()
@@ -83,8 +83,13 @@ async def begin(bus: Bus, directory: RunDirectory, settings: Settings, start: St
     for one in changed:
         notify(one.sentence + (": for the prompts that are admitted from now on" if _is_ratio(one) else ""))
         event = SettingChanged(setting=one.name, before=one.before, after=one.after, by=start.by, reason=RESUMED)
-        await anyio.to_thread.run_sync(record_change, directory.path, event)
-        await bus.publish_event(event)
+        await _note(bus, directory, event)
+    await _note(bus, directory, RunOrdered(order="start", by=start.by, reason=""))
+
+
+async def _note(bus: Bus, directory: RunDirectory, event: RunOrdered | SettingChanged) -> None:
+    await anyio.to_thread.run_sync(record_change, directory.path, event)
+    await bus.publish_event(event)
 
 
 def _is_ratio(one: SettingDifference) -> bool:

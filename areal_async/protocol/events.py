@@ -88,7 +88,7 @@ class CheckpointDamaged(Event, frozen=True, kw_only=True, tag="checkpoint.damage
 
 
 class RunOrdered(Event, frozen=True, kw_only=True, tag="run.ordered"):
-    """An operator has paused, resumed or stopped the run."""
+    """An operator has started, paused, resumed or stopped the run, or changed what it runs on."""
 
     order: str
     by: str

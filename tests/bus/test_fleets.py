@@ -1,6 +1,7 @@
 """Servers are added and removed by order: what is asked is done once, or refused with its reason."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -38,10 +39,10 @@ class Orders:
 
 
 @pytest.fixture
-async def orders(open_role: OpenRole) -> AsyncIterator[Orders]:
+async def orders(open_role: OpenRole, tmp_path: Path) -> AsyncIterator[Orders]:
     made = Orders(await open_role(Role.OPERATOR))
     controller = await open_role(Role.CONTROLLER)
-    endpoints = FleetOrders(controller, lambda: made.reports.by_name).endpoints
+    endpoints = FleetOrders(controller, tmp_path, lambda: made.reports.by_name).endpoints
     async with serving(controller, description="", report=dict, endpoints=endpoints):
         yield made
 

@@ -183,7 +183,9 @@ async def steered(open_role: OpenRole, settings: Settings) -> AsyncIterator[tupl
         yield operator, steering
 
 
-async def test_orders_are_kept_under_the_key_and_told_with_who_and_why(steered: tuple[Bus, RunSteering]) -> None:
+async def test_orders_are_kept_under_the_key_and_told_with_who_and_why(
+    steered: tuple[Bus, RunSteering], settings: Settings
+) -> None:
     operator, _ = steered
     names = operator.names
 
@@ -202,6 +204,8 @@ async def test_orders_are_kept_under_the_key_and_told_with_who_and_why(steered: 
     assert [(one["order"], one["by"], one["reason"]) for one in told] == [
         ("pause", "ann", "lunch"), ("stop", "bob", ""), ("resume", "", ""),
     ]  # fmt: skip
+    recorded = (settings.run_directory / "orders.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in recorded] == told, "the events are gone after a month"
 
 
 async def test_a_plain_client_pauses_with_an_empty_request(

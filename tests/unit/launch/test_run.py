@@ -198,6 +198,8 @@ async def test_another_mix_of_the_tasks_is_taken_at_a_resume_and_told(
     what = {"event": "setting.changed", "setting": "tasks.1.ratio", "before": 1.0, "after": 3.0}
     assert event == what | {"by": "ann", "reason": "the run was resumed with it", "at": event["at"]}
     assert [json.loads(line) for line in (directory.path / "changes.jsonl").read_text().splitlines()] == [event]
+    (start,) = map(json.loads, (directory.path / "orders.jsonl").read_text().splitlines())
+    assert (start["order"], start["by"]) == ("start", "ann")
 
 
 async def _changes_told(settings: Settings) -> list[dict[str, Any]]:
