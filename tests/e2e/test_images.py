@@ -25,24 +25,25 @@ async def shapes(prompt, policy):
 """
 
 
-ADAPTERS = {"trainer__lora__rank": 4, "trainer__vision": "lora", "trainer__lr": 1e-2, "rollout__max_staleness": 0}
+ADAPTERS = {"trainer__lora__rank": 4, "trainer__vision": "lora", "trainer__lr": 1e-2}
 """Every step's answers are of the adapters that the step before has announced, and has changed so that it shows."""
 
 
-@pytest.mark.parametrize("given", [{"rollout__max_staleness": 2}, ADAPTERS])
+@pytest.mark.parametrize("given", [{}, ADAPTERS])
 def test_the_trainer_sees_what_the_servers_saw(given: dict[str, Any], tmp_path: Path) -> None:
-    """A fifth of the prompts are text alone."""
+    """A fifth of the prompts are text alone. On-policy, so that every token counts for the gap."""
     workflow = tmp_path / "shapes.py"
     workflow.write_text(WORKFLOW)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"id": n}) + "\n" for n in range(32)))
     write_folder(tmp_path / "model", family="qwen3_vl", seed=1)
     settings = {"run__steps": 4, "model__path": tmp_path / "model", "rollout__sampling__max_new_tokens": 8, **given}
-    run = Run(tmp_path, "seen", **settings)
+    run = Run(tmp_path, "seen", rollout__max_staleness=0, **settings)
 
     ended = run.finish("--tasks.0.dataset.path", str(tmp_path / "rows.jsonl"), workflow=str(workflow))
 
     assert ended.returncode == 0, ended.stdout
-    assert_accounts(run, num_steps=4, max_staleness=given["rollout__max_staleness"])
+    assert_accounts(run, num_steps=4, max_staleness=0)
     assert all(line["failed"] == 0 for line in run.lines), run.lines
+    assert all(line["num_current_tokens"] == line["num_tokens"] for line in run.lines), run.lines
     assert all(line["grad_norm"] > 0 and line["logprob_gap_mean"] < 1e-4 for line in run.lines), run.lines
     diagnose(run.directory, status=0)
