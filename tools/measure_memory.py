@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from areal_async.config.settings import AlgorithmSettings, ModelSettings, Settings, TrainerSettings
 from areal_async.doctor.preflight.memory import ModelSize
-from areal_async.launch.plan import ARENAS
+from areal_async.process.freed_memory import ARENAS
 from areal_async.process.host import LOOPBACK, free_port
 from areal_async.protocol.types import Version
 from areal_async.trainer.engine.checkpoint import CheckpointWriter

@@ -13,6 +13,7 @@ from typing import Literal
 from areal_async.config.settings import InferenceSettings, Settings
 from areal_async.inference.admin_key import VARIABLE
 from areal_async.inference.card_share import CardShare
+from areal_async.process.freed_memory import one_heap
 from areal_async.process.host import visible_gpus
 
 NO_VERSION = "0-0"
@@ -117,6 +118,7 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
             environment |= UNCOMPILED if COMPILED not in inference.flags else {}
     else:
         arguments += ["--device", "auto", "--num-threads", str(inference.num_threads)]
+        environment |= one_heap()  # images are decoded in threads: with a heap for each it grew by 8 kB a step
     admin_key = _value_of(SGLANG_KEY, inference.flags) if is_sglang else secrets.token_urlsafe(NUM_SECRET_BYTES)
     environment |= {VARIABLE: admin_key} if admin_key else {}
     return ServerCommand(server_id, (*arguments, *inference.flags), environment, admin_key, name)

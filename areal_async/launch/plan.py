@@ -18,6 +18,7 @@ from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.blockages import excuse_for
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import ProcessGroup
+from areal_async.process.freed_memory import one_heap
 from areal_async.process.host import LOOPBACK, PLACES, RENDEZVOUS, far_port, free_port
 
 NOWHERE: Mapping[str, str] = MappingProxyType({})
@@ -32,9 +33,6 @@ LEAST_PROCESS_BYTES = 200_000_000
 """What a rank or a server takes at the least for itself, without a model: torch is loaded in each."""
 EXPANDABLE = "expandable_segments:True"
 """Rows differ in length: in segments of fixed sizes, freed memory stays too small for the next."""
-ARENAS = "MALLOC_ARENA_MAX"
-"""How many heaps glibc's allocator has. With one for each thread, what one frees lies idle while the next takes more: a
-rank grew by 4.3 kB a step, and by nothing with a single one. Tensors are too large to come from any."""
 
 
 def plan_groups(
@@ -349,7 +347,7 @@ def rank_specs(
         "MASTER_ADDR": far or address,
         "MASTER_PORT": str(port),
         RENDEZVOUS: secrets.token_hex(8),
-        ARENAS: os.environ.get(ARENAS, "1"),
+        **one_heap(),  # with one for each thread it grew by 4.3 kB a step
     }
     specs = []
     for rank in range(num_ranks):

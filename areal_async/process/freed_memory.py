@@ -8,9 +8,17 @@ blocks stay in the heap, which grows whenever no gap is left for a large one, an
 """
 
 import ctypes
+import os
 
+ARENAS = "MALLOC_ARENA_MAX"
+"""How many heaps glibc has. With one for each thread, what one frees lies idle while the next takes more."""
 M_MMAP_THRESHOLD = -3
 BLOCK_BYTES = 1 << 20
+
+
+def one_heap() -> dict[str, str]:
+    """Return what has a process take one heap for all its threads, unless the environment says how many."""
+    return {ARENAS: os.environ.get(ARENAS, "1")}
 
 
 def give_back_freed() -> None:

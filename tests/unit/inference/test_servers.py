@@ -54,6 +54,19 @@ def test_embedded_engine_is_started_with_what_the_settings_say() -> None:
         assert part in line
 
 
+@pytest.mark.parametrize(("given", "taken"), [(None, "1"), ("4", "4")])
+def test_the_embedded_engine_has_one_heap_for_all_its_threads_or_as_many_as_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, taken: str
+) -> None:
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    if given is not None:
+        monkeypatch.setenv("MALLOC_ARENA_MAX", given)
+
+    command = server_command(settings_of(backend="embedded"), server_id="n0-0", index=0)
+
+    assert command.environment["MALLOC_ARENA_MAX"] == taken
+
+
 def test_sglang_is_started_in_its_own_environment_with_incremental_output_and_the_users_flags(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
