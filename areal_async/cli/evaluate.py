@@ -31,7 +31,6 @@ from areal_async.data.rows import RowPrompts, load_rows
 from areal_async.errors import BusError, UnansweredError, UserError
 from areal_async.launch.run import visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
-from areal_async.monitor import evaluated
 from areal_async.monitor.text import json_text
 from areal_async.monitor.trial_output import figure
 from areal_async.process.host import visible_gpus
@@ -41,6 +40,7 @@ from areal_async.protocol.types import Slot, SlotStatus
 from areal_async.protocol.wire import decode_json
 from areal_async.telemetry import log
 from areal_async.telemetry.exporters.traces import recording
+from areal_async.versions import evaluated
 from areal_async.versions.accuracy import sum_up
 from areal_async.versions.resolve import kept
 from areal_async.versions.tags import BEST, LAST

@@ -17,7 +17,6 @@ from rich.text import Text
 
 from areal_async.bus import Bus
 from areal_async.launch.supervisor import Notify
-from areal_async.monitor.evaluated import figure
 from areal_async.monitor.token_text import shown, visible
 from areal_async.monitor.view import (
     RunView,
@@ -30,6 +29,7 @@ from areal_async.monitor.view import (
     trained_tokens_per_s,
 )
 from areal_async.process.stdio import LossyStdout, say
+from areal_async.versions.evaluated import figure
 
 REFRESH_S = 0.5
 SPARKLINE_STEPS = 40

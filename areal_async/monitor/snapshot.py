@@ -20,7 +20,6 @@ from areal_async.launch.lost import state_of as state_of_stream
 from areal_async.launch.run import EMBEDDED, read_settings_of, visit
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.monitor.durations import duration_text, seconds_since
-from areal_async.monitor.evaluated import last_evaluation
 from areal_async.monitor.liveness import AskLive, locked
 from areal_async.monitor.register import read_register
 from areal_async.monitor.token_text import visible
@@ -30,6 +29,7 @@ from areal_async.protocol.run_state import LEFT, Changes, Control, CrewState, Ru
 from areal_async.protocol.subjects import CHANGES, CONTROL, RUN_STATE
 from areal_async.protocol.types import Record, Version, WeightsVersion
 from areal_async.telemetry.reports import servers_in
+from areal_async.versions.evaluated import last_evaluation
 
 R = TypeVar("R", bound=Record)
 Reports = Mapping[tuple[str, str], Report]

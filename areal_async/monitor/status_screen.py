@@ -6,10 +6,10 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.monitor.durations import duration_text, seconds_since
-from areal_async.monitor.evaluated import figure
 from areal_async.monitor.snapshot import ENDED, OK, OVER, Status
 from areal_async.monitor.token_text import shown
 from areal_async.monitor.view import event_text, number
+from areal_async.versions.evaluated import figure
 
 
 def render(status: Status) -> Iterable[Table | Text]:

@@ -12,12 +12,12 @@ from typing import Any
 from areal_async.bus import Report
 from areal_async.config.settings import Settings
 from areal_async.errors import WireError
-from areal_async.monitor.evaluated import answers, failures, measured
 from areal_async.monitor.token_text import visible
 from areal_async.process.json_lines import JsonLines, Line, decode_object
 from areal_async.protocol.types import mean
 from areal_async.protocol.wire import decode_json
 from areal_async.telemetry.reports import servers_in
+from areal_async.versions.evaluated import answers, failures, measured
 
 MAX_NUMBER = 1e300
 """What is told may have any number of digits, and is shown in those of a float."""

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup
 
-from areal_async.monitor.evaluated import figure
 from areal_async.monitor.report.charts import COLOURS, Series, bars, line_chart, number_text, over_steps, stacked_bars
 from areal_async.monitor.report.data import ReportData
 from areal_async.monitor.token_text import visible
 from areal_async.monitor.transcript import shade_number
 from areal_async.monitor.view import STEP_PARTS
 from areal_async.protocol.types import mean
+from areal_async.versions.evaluated import figure
 
 FOLDER = Path(__file__).parent
 """Folder of ``page.html``, its style sheet ``page.css`` and its scripts: ``page.js``, and of a page that is watched

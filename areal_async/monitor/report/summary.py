@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from areal_async.config.settings import Settings
 from areal_async.monitor.advice import advice
-from areal_async.monitor.evaluated import answers, failures, figure, kind
 from areal_async.monitor.report.picture import write_picture
 from areal_async.monitor.view import STEP_PARTS, by_task, number
 from areal_async.process.json_lines import Line, read_json_lines
 from areal_async.protocol.types import mean
+from areal_async.versions.evaluated import answers, failures, figure, kind
 
 NUM_EDGE_STEPS = 5
 """Steps at either end whose rewards are averaged."""

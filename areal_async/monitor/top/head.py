@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from areal_async.monitor.display import sparkline
-from areal_async.monitor.evaluated import figure
 from areal_async.monitor.snapshot import Status
 from areal_async.monitor.token_text import shown
 from areal_async.monitor.top.view import TopView
 from areal_async.monitor.view import number, reward_text, trained_tokens_per_s
+from areal_async.versions.evaluated import figure
 
 MAX_ALARMS = 3
 BAR_WIDTH = 12
