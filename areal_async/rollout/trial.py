@@ -14,6 +14,7 @@ import structlog
 from areal_async.protocol.types import GroupId, Prompt, Trajectory
 from areal_async.protocol.types import Sequence as TokenSequence
 from areal_async.rollout.endpoint.policy import PolicyMaker
+from areal_async.rollout.policy.generation import Generator, SeededGenerator
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.row_images import take_prompt
 from areal_async.rollout.stopwatch import TimedGenerator, TimedTurn, Times
@@ -51,12 +52,15 @@ class Trial:
         user_code: UserCode,
         version: str,
         eval_id: str | None = None,
+        seed: int | None = None,
     ) -> None:
         """Take as ``version`` what stands for the tokens' where no model was called.
 
         Args:
             eval_id: names the evaluation that this is, in which siblings are sampled as held-out rows are, and one at
                 a time; ``None`` samples as training does.
+            seed: each answer is drawn by it, its row and its sibling, so whoever is asked with the same seed draws
+                alike; ``None`` leaves that to the servers.
         """
         settings = workflow.settings
         self._workflow = workflow
@@ -64,13 +68,14 @@ class Trial:
         self._user_code = user_code
         self._version = version
         self._eval_id = eval_id
+        self._seed = seed
         self._sampling = workflow.rollout.sampling if eval_id is None else settings.eval_sampling_of(workflow.name)
         self._limiter = anyio.CapacityLimiter(settings.rollout.max_trajectories_per_node)
 
     async def run(self, prompts: Sequence[Prompt], *, num_siblings: int, on_attempt: Callable[[Attempt], None]) -> None:
         """Run all siblings of all prompts side by side; ``on_attempt`` takes each once, in order, as it ends."""
         num_together = num_siblings if self._workflow.sees_group and self._eval_id is None else 1
-        calls = [
+        calls: list[tuple[int, Sequence[int]]] = [
             (place, range(first, first + num_together))
             for place in range(len(prompts))
             for first in range(0, num_siblings, num_together)
@@ -78,15 +83,37 @@ class Trial:
         ended: dict[int, list[Attempt]] = {}
         num_reported = 0
 
-        async def run_one(number: int) -> None:
+        def report(number: int, attempts: list[Attempt]) -> None:
             nonlocal num_reported
-            async with self._limiter:
-                place, siblings = calls[number]
-                ended[number] = await self.run_siblings(prompts[place], siblings)
+            ended[number] = attempts
             while num_reported in ended:
                 for attempt in ended.pop(num_reported):
                     on_attempt(attempt)
                 num_reported += 1
+
+        await self._run_calls(prompts, calls, report)
+
+    async def answer(
+        self, prompts: Sequence[Prompt], wanted: Sequence[tuple[int, int]], on_attempt: Callable[[Attempt], None]
+    ) -> None:
+        """Run some siblings, each given as its prompt's place and its own; ``on_attempt`` takes each as it ends."""
+
+        def report(_: int, attempts: list[Attempt]) -> None:
+            on_attempt(*attempts)
+
+        await self._run_calls(prompts, [(place, (sibling,)) for place, sibling in wanted], report)
+
+    async def _run_calls(
+        self,
+        prompts: Sequence[Prompt],
+        calls: Sequence[tuple[int, Sequence[int]]],
+        report: Callable[[int, list[Attempt]], None],
+    ) -> None:
+        async def run_one(number: int) -> None:
+            async with self._limiter:
+                place, siblings = calls[number]
+                attempts = await self.run_siblings(prompts[place], siblings)
+            report(number, attempts)
 
         async with anyio.create_task_group() as running:
             for number in range(len(calls)):
@@ -96,7 +123,7 @@ class Trial:
         """Run what one call of the workflow fills, as ``group`` does for a ticket."""
         group_id = str(GroupId(prompt.epoch, prompt.index, 0))
         slots = [self._workflow.slot(group_id, sibling, producer=TRIAL, version=self._version) for sibling in siblings]
-        generators = [TimedGenerator(self._policies.generator) for _ in slots]
+        generators = [TimedGenerator(self._generator(prompt, sibling)) for sibling in siblings]
         policies = [
             replace(self._policies, generator=generator).policy(
                 self._sampling, slot.sample_uid, slot.max_sequence_tokens
@@ -128,3 +155,7 @@ class Trial:
             )
             for trajectory, policy, generator in zip(trajectories, policies, generators, strict=True)
         ]
+
+    def _generator(self, prompt: Prompt, sibling: int) -> Generator:
+        plain = self._policies.generator
+        return plain if self._seed is None else SeededGenerator(plain, f"{self._seed}.{prompt.index}.{sibling}")

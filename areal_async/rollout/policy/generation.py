@@ -1,5 +1,6 @@
 """From a prompt to turns: where they are generated, how many side by side, and how long they may be."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +27,35 @@ class Generator(Protocol):
         on_tokens: Callable[[list[int]], None] | None = None,
         images: Sequence[Image] = (),
     ) -> tuple[Turn, ServerHandle]: ...
+
+
+class SeededGenerator:
+    """A generator whose every call draws by a seed of its own, the same for whoever makes the same calls in order.
+
+    Where servers draw by the seed of a request (``inference.commands.draws_by_seed``).
+    """
+
+    def __init__(self, generator: Generator, key: str) -> None:
+        self._generator = generator
+        self._key = key
+        self._num_calls = 0
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        preferred: ServerHandle | None = None,
+        on_tokens: Callable[[list[int]], None] | None = None,
+        images: Sequence[Image] = (),
+    ) -> tuple[Turn, ServerHandle]:
+        if sampling_params["temperature"]:
+            digest = hashlib.sha256(f"{self._key}.{self._num_calls}".encode()).digest()
+            sampling_params = {"sampling_seed": int.from_bytes(digest[:4]) >> 1, **sampling_params}
+        self._num_calls += 1
+        return await self._generator.generate(
+            prompt_ids, sampling_params, preferred=preferred, on_tokens=on_tokens, images=images
+        )
 
 
 class TurnGenerator:

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from areal_async.api import GroupWorkflow, Policy, Rewards, Workflow, group_workflow
-from areal_async.config.settings import RolloutSettings, Settings
+from areal_async.config.settings import EvalSettings, RolloutSettings, Settings
 from areal_async.data.images import ImageCell
 from areal_async.data.rows import RowPrompts
 from areal_async.errors import Reject
@@ -44,24 +44,35 @@ async def attempts_at(
     row: Mapping[str, Any] | None = None,
     episode_deadline_s: float = 60.0,
     loop_deadline_s: float = 60.0,
+    wanted: Sequence[tuple[int, int]] = (),
+    seed: int | None = None,
+    model: ScriptedModel | None = None,
+    num_samples: int = 1,
 ) -> list[Attempt]:
+    """Run all siblings, or those that are wanted, as an evaluation of so many samples does."""
     heard: list[Attempt] = []
     user_code = UserCode(HERE)
     prompts = [Prompt(epoch=0, index=number, row=dict(row or {"question": "q"})) for number in range(num_prompts)]
+    rollout = RolloutSettings(episode_deadline_s=episode_deadline_s)
+    settings = Settings(rollout=rollout, eval=EvalSettings(samples=num_samples))
+    model = model or ScriptedModel(*answers, *[[98, END] for _ in range(9)])
     async with AgentEndpoint() as endpoint:
         trial = Trial(
-            TaskWorkflow("w", workflow, Settings(rollout=RolloutSettings(episode_deadline_s=episode_deadline_s))),
-            PolicyMaker(
-                generator=ScriptedModel(*answers, *[[98, END] for _ in range(9)]), codec=codec(), endpoint=endpoint
-            ),
+            TaskWorkflow("w", workflow, settings),
+            PolicyMaker(generator=model, codec=codec(), endpoint=endpoint),
             user_code=user_code,
             version="0-0",
+            eval_id="e" if wanted else None,
+            seed=seed,
         )
         interrupter = LoopInterrupter(user_code, deadline_s=loop_deadline_s)
         async with anyio.create_task_group() as watching:
             watching.start_soon(interrupter.run_beats)
             with interrupter.watching():
-                await trial.run(prompts, num_siblings=num_siblings, on_attempt=heard.append)
+                if wanted:
+                    await trial.answer(prompts, wanted, heard.append)
+                else:
+                    await trial.run(prompts, num_siblings=num_siblings, on_attempt=heard.append)
             watching.cancel_scope.cancel()
     return heard
 
@@ -80,6 +91,42 @@ async def test_every_sibling_of_every_prompt_is_told_once_in_order_whoever_ends_
     assert [(one.prompt.index, one.trajectory.slot.sibling) for one in heard] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [one.trajectory.slot.reward for one in heard] == [0.05, 0.0, 0.02, 0.0]
     assert all(one.trajectory.slot.status is SlotStatus.SCORED and not one.locations for one in heard)
+
+
+async def test_answers_that_are_wanted_are_given_alone_each_as_it_ends() -> None:
+    """One that takes long keeps no other from being kept."""
+
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        await policy.complete([1, 2])
+        await anyio.sleep(0.05 if prompt.index == 0 else 0)
+        return 1.0
+
+    heard = await attempts_at(workflow, num_prompts=3, wanted=[(0, 4), (2, 0), (2, 1)])
+
+    assert [(one.prompt.index, one.trajectory.slot.sibling) for one in heard] == [(2, 0), (2, 1), (0, 4)]
+
+
+async def twice(prompt: Prompt, policy: Policy) -> float:
+    for _ in range(2):
+        await policy.complete([1, 2])
+    return 1.0
+
+
+async def seeds_of(wanted: Sequence[tuple[int, int]], *, seed: int | None = 1, num_samples: int = 2) -> list[Any]:
+    model = ScriptedModel(*[[98, END] for _ in range(9)])
+    await attempts_at(twice, num_prompts=3, wanted=wanted, seed=seed, model=model, num_samples=num_samples)
+    return [params.get("sampling_seed") for _, params in model.calls]
+
+
+async def test_each_call_of_an_answer_draws_by_a_seed_of_its_own_whatever_else_is_asked() -> None:
+    alone, again, others = await seeds_of([(1, 0)]), await seeds_of([(1, 0)]), await seeds_of([(1, 1), (2, 0)])
+
+    assert alone == again
+    assert len({*alone, *others}) == 6
+    assert all(0 <= seed < 2**31 for seed in alone)
+    assert await seeds_of([(1, 0)], seed=2) != alone
+    assert await seeds_of([(1, 0)], seed=None) == [None, None]
+    assert await seeds_of([(1, 0)], num_samples=1) == [None, None], "a greedy answer draws nothing"
 
 
 async def test_a_group_workflow_sees_all_siblings_of_a_prompt_at_once() -> None:
