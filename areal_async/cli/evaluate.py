@@ -8,13 +8,13 @@ import argparse
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import anyio
-import anyio.to_thread
 import msgspec
 
 from areal_async.bus import Bus, Report, ask_service
@@ -36,8 +36,10 @@ from areal_async.monitor.trial_output import figure
 from areal_async.process.host import visible_gpus
 from areal_async.process.stdio import say
 from areal_async.protocol.evaluations import EvalRecord
-from areal_async.protocol.types import Slot, SlotStatus
+from areal_async.protocol.types import Slot, SlotStatus, Version
 from areal_async.protocol.wire import decode_json
+from areal_async.rollout.policy.text import TextCodec
+from areal_async.rollout.trial import Attempt
 from areal_async.telemetry import log
 from areal_async.telemetry.exporters.traces import recording
 from areal_async.versions import evaluated
@@ -160,54 +162,170 @@ def result_of(answers: Sequence[tuple[int, Slot]], *, workflow: str, model: str,
 
 
 def _of_model(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[Result]:
-    if arguments.model:
-        overrides = [*overrides, "--model.path", arguments.model]
-    config = choose_trial_config(arguments.file, arguments.config, has_gpu=bool(visible_gpus()))
-    settings = load_run_settings(config, arguments.file, overrides)
+    settings = settings_of_file(arguments.file, arguments.config, overrides, model=arguments.model)
     tasks = held_out_of(settings, task=task_of(settings, arguments.file), limit=arguments.limit)
     with TemporaryFolder("eval") as folder:
-        return _evaluate(_without_files(settings), tasks, urls=arguments.server, logs=folder, traced_in=folder)
+        return _evaluate(settings, tasks, urls=arguments.server, logs=folder, traced_in=folder)
+
+
+def settings_of_file(file: str, config: str | None, overrides: Sequence[str], *, model: str | None) -> Settings:
+    """Return the settings that a workflow is tried with, of this model where one is given, without a run."""
+    if model:
+        overrides = [*overrides, "--model.path", model]
+    chosen = choose_trial_config(file, config, has_gpu=bool(visible_gpus()))
+    return _without_files(load_run_settings(chosen, file, overrides))
 
 
 def _of_run(directory: RunDirectory, arguments: argparse.Namespace, overrides: Sequence[str]) -> list[Result]:
     settings = load_settings(directory.config, overrides, use_environment=False)
     tasks = held_out_of(settings, limit=arguments.limit)
-    with TemporaryFolder("eval") as folder:
-        model, version = _model_of(directory, settings, arguments.version or "", folder)
-        shown = f"{directory.path.name}/{version or model.name}"
+    with TemporaryFolder("eval") as folder, chosen_model(directory, settings, arguments.version or "") as model:
         if not arguments.json:
-            say(f"{shown} is evaluated")
-        named = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(model)})})
+            say(f"{model.name} is evaluated")
+        named = model.written(settings, folder)
         results = _evaluate(named, tasks, urls=(), logs=folder, traced_in=directory.path)
-    return [replace(result, model=shown) for result in results]
+    return [replace(result, model=model.name) for result in results]
 
 
-def _model_of(directory: RunDirectory, settings: Settings, wanted: str, folder: Path) -> tuple[Path, str]:
-    """Return the folder and the version of the model that is meant; the latter empty where no checkpoint tells it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenModel:
+    """A model of a run."""
 
-    What the run has not exported is read from a checkpoint, which the run keeps meanwhile.
+    directory: Path
+    version: str
+    """Empty where no checkpoint tells it."""
+    exported: Path | None
+    """Its folder, where the run has exported it; None for what a checkpoint has."""
+
+    @property
+    def label(self) -> str:
+        """What it is called in its run: ``1-20``, or ``model`` where no checkpoint tells."""
+        return self.version or (self.exported or self.directory).name
+
+    @property
+    def name(self) -> str:
+        """What it is called: ``gsm8k/1-20``."""
+        return f"{self.directory.name}/{self.label}"
+
+    def written(self, settings: Settings, folder: Path) -> Settings:
+        """Return settings with this model, which is written into the folder where the run has not exported it."""
+        path = self.exported or folder / self.version
+        if not path.exists():
+            write(self.directory, settings, Version.parse(self.version), path)
+        return settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(path)})})
+
+
+@contextmanager
+def chosen_model(
+    directory: RunDirectory, settings: Settings, wanted: str, *, option: str = "--version"
+) -> Iterator[ChosenModel]:
+    """Give the model of a run that is meant; a checkpoint that it is read from is kept while the block lasts.
+
+    Args:
+        option: what names it, for what is refused.
+
+    Raises:
+        UserError: it is not there, or nothing tells which is the best.
     """
     exported = directory.path / FOLDERS[wanted] if wanted in FOLDERS else None
     if exported is not None and exported.is_dir():
-        return exported, directory.exported_version(exported.name)
-    with kept(directory.path, settings, wanted or LAST) as version:
-        write(directory.path, settings, version, folder / str(version))
-    return folder / str(version), str(version)
+        version = directory.exported_version(exported.name)
+        yield ChosenModel(directory=directory.path, version=version, exported=exported)
+        return
+    with kept(directory.path, settings, wanted or LAST, option=option) as found:
+        yield ChosenModel(directory=directory.path, version=str(found), exported=None)
 
 
 def _evaluate(
     settings: Settings, tasks: Sequence[HeldOut], *, urls: Sequence[str], logs: Path, traced_in: Path
 ) -> list[Result]:
-    """Evaluate one task after the other; ``traced_in`` is where traces are written that go to files."""
+    check_held_out(settings, tasks, urls=urls)
+    prompts, num_samples = read_held_out(tasks), settings.eval.samples
+    wanted = {
+        name: [(place, sample) for place in range(len(own)) for sample in range(num_samples)]
+        for name, own in prompts.items()
+    }
+    asked = [Asked(task, prompts[task.name], wanted[task.name]) for task, _, _ in tasks]
+    answers: dict[str, list[tuple[int, Slot]]] = {task.name: [] for task, _, _ in tasks}
+
+    def take(task: TaskSettings, attempt: Attempt, _: TextCodec) -> None:
+        answers[task.name].append((attempt.prompt.index, attempt.trajectory.slot))
+
+    answer_held_out(settings, asked, take, urls=urls, logs=logs, traced_in=traced_in)
+    model = ", ".join(urls) or settings.model.path
+    return [
+        result_of(told, workflow=workflow, model=model, num_samples=num_samples) for workflow, told in answers.items()
+    ]
+
+
+class Asked(NamedTuple):
+    """Answers to a task's held-out rows that are to be given."""
+
+    task: TaskSettings
+    prompts: RowPrompts
+    wanted: Sequence[tuple[int, int]]
+    """Place of the row, and which of the answers to it."""
+
+
+def check_held_out(settings: Settings, tasks: Sequence[HeldOut], *, urls: Sequence[str]) -> None:
+    """Refuse what can be seen to be wrong before rows are read.
+
+    Raises:
+        UserError: a workflow, its rows, the model or the server's interpreter is not there.
+    """
     for task, dataset, _ in tasks:
         check(settings, task, has_row=True, has_server=bool(urls))
         check_dataset(dataset, "eval.dataset")
 
-    async def run() -> list[Result]:
-        return [await _run(settings, one, urls=urls, logs=logs) for one in tasks]
+
+def read_held_out(tasks: Sequence[HeldOut]) -> dict[str, RowPrompts]:
+    """Return the rows of each task, as far as they are taken.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    loaded = [(task.name, load_rows(dataset, shows_progress=False), limit) for task, dataset, limit in tasks]
+    return {name: RowPrompts(rows, range(min(limit, len(rows)))) for name, rows, limit in loaded}
+
+
+def answer_held_out(
+    settings: Settings,
+    asked: Sequence[Asked],
+    on_attempt: Callable[[TaskSettings, Attempt, TextCodec], None],
+    *,
+    urls: Sequence[str],
+    logs: Path,
+    traced_in: Path,
+    seed: int | None = None,
+) -> None:
+    """Have rows answered, one task after the other; ``on_attempt`` takes each answer as it ends.
+
+    Args:
+        urls: servers that run already, none for one that is started here; ``logs`` and ``seed`` as for
+            ``opened_trial``.
+        traced_in: where traces are written that go to files.
+    """
+
+    async def answer(one: Asked) -> None:
+        eval_id = f"{Path(settings.model.path).name}.{secrets.token_hex(4)}"  # another one in every one's traces
+        async with opened_trial(
+            settings,
+            one.task,
+            urls=urls,
+            logs=logs,
+            max_streams=min(len(one.wanted), MAX_ATTEMPTS) + SPARE_STREAMS,
+            tell=_warn,
+            eval_id=eval_id,
+            seed=seed,
+        ) as (trial, codec):
+            await trial.answer(one.prompts, one.wanted, lambda attempt: on_attempt(one.task, attempt, codec))
+
+    async def run() -> None:
+        for one in asked:
+            await answer(one)
 
     with recording(settings, traced_in, role="eval"):
-        return anyio.run(run, backend_options={"use_uvloop": True})
+        anyio.run(run, backend_options={"use_uvloop": True})
 
 
 def _without_files(settings: Settings) -> Settings:
@@ -216,31 +334,6 @@ def _without_files(settings: Settings) -> Settings:
         return settings
     _warn("metrics.traces: got file without a run, which has the directory for them; nothing is traced")
     return settings.model_copy(update={"metrics": settings.metrics.model_copy(update={"traces": None})})
-
-
-async def _run(settings: Settings, held_out: HeldOut, *, urls: Sequence[str], logs: Path) -> Result:
-    task, dataset, limit = held_out
-    rows: Any = await anyio.to_thread.run_sync(lambda: load_rows(dataset, shows_progress=False))
-    prompts = RowPrompts(rows, range(min(limit, len(rows))))
-    num_samples = settings.eval.samples
-    answers: list[tuple[int, Slot]] = []
-    eval_id = f"{Path(settings.model.path).name}.{secrets.token_hex(4)}"  # another one in every evaluation's traces
-    async with opened_trial(
-        settings,
-        task,
-        urls=urls,
-        logs=logs,
-        max_streams=min(len(prompts) * num_samples, MAX_ATTEMPTS) + SPARE_STREAMS,
-        tell=_warn,
-        eval_id=eval_id,
-    ) as (trial, _):
-        await trial.run(
-            prompts,
-            num_siblings=num_samples,
-            on_attempt=lambda attempt: answers.append((attempt.prompt.index, attempt.trajectory.slot)),
-        )
-    model = ", ".join(urls) or settings.model.path
-    return result_of(answers, workflow=task.name, model=model, num_samples=num_samples)
 
 
 def _warn(text: str) -> None:

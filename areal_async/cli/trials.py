@@ -1,4 +1,4 @@
-"""What ``try`` and ``eval`` run workflows in: a server, an endpoint and a trial, as a node has them, without a bus."""
+"""What ``try``, ``eval`` and ``compare`` run workflows in, as a node does: a server, an endpoint, a trial; no bus."""
 
 import shutil
 import signal
@@ -14,7 +14,7 @@ import anyio.to_thread
 from areal_async.config.settings import Settings, TaskSettings
 from areal_async.errors import leaves_of
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.commands import NO_VERSION
+from areal_async.inference.commands import NO_VERSION, draws_by_seed
 from areal_async.inference.external_servers import Facts, visited_servers
 from areal_async.rollout.endpoint.policy import PolicyMaker
 from areal_async.rollout.endpoint.server import AgentEndpoint
@@ -41,6 +41,7 @@ async def opened_trial(
     max_streams: int,
     tell: Callable[[str], None],
     eval_id: str | None = None,
+    seed: int | None = None,
 ) -> AsyncIterator[tuple[Trial, TextCodec]]:
     """Have a trial of the task's workflow, and what its tokens are read with.
 
@@ -51,6 +52,7 @@ async def opened_trial(
         logs: folder of the logs of servers that are started here.
         tell: takes what the user should know.
         eval_id: as rows are evaluated, one sibling at a time; named so in traces. None does as in training.
+        seed: of what is drawn, as ``Trial`` takes it; nothing where the servers draw by none.
 
     Raises:
         UserError: the workflow cannot be loaded, or a server is not there or cannot start.
@@ -88,6 +90,7 @@ async def opened_trial(
                 user_code=user_code,
                 version=facts[0].version if facts else NO_VERSION,
                 eval_id=eval_id,
+                seed=seed if draws_by_seed(settings.inference) else None,
             )
             async with _watched(user_code, deadline_s=settings.rollout.loop_deadline_s):
                 yield trial, codec
