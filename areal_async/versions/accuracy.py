@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 Z_95 = 1.959964
@@ -28,13 +28,13 @@ class Measured(NamedTuple):
     """Whether a reward is neither 0 nor 1: then the mean says how good answers are, and not how many are right."""
 
 
-def sum_up(answers: Collection[tuple[int, float | None, str]], *, num_samples: int) -> dict[str, Any]:
+def sum_up(answers: Collection[tuple[Hashable, float | None, str]], *, num_samples: int) -> dict[str, Any]:
     """Return what answers came to, by the names that ``EvalRecord`` has for it.
 
     Args:
-        answers: place of the row, reward (None where there is none), and why there is none.
+        answers: row, reward (None where there is none), and why there is none.
     """
-    rows: dict[int, list[float]] = defaultdict(list)
+    rows: dict[Hashable, list[float]] = defaultdict(list)
     for row, reward, _ in answers:
         if reward is not None:
             rows[row].append(reward)
