@@ -228,6 +228,17 @@ VERBS = {
         _value("--checkpoint", "VERSION", "1-20, a step, best, last, or a tag (last)", default="last"),
         _value("--output", "DIR", "else model_<version> in the run's directory"),
     ),
+    "models": _verb(
+        "models",
+        "what is kept of all runs: versions, tags, figures, sizes; delete by rule; who did what to a run",
+        _value("--folder", "DIR", "the runs in it (runs)"),
+        _value("--run", "NAME", "of this run alone"),
+        _flag("--audit", "with --run: who started, ordered, changed and tagged what, and why"),
+        _value("--delete", "RULE", "say what would go by it: untagged, or abandoned"),
+        _value("--keep-newest", "N", "with --delete: the newest of each run stay (1)", type=int, default=1),
+        _flag("--yes", "with --delete: do it"),
+        _flag("--json", "one JSON object per line"),
+    ),
     "trajectories": _verb(
         "trajectories",
         "list what a run has sampled, show one token by token, export it",

@@ -90,7 +90,7 @@ async def launch(
         if await is_finished(bus, steps=settings.run.steps):
             return RunEnd.ALREADY_FINISHED
         await begin(bus, directory, settings, start, notify=notify)
-        await _publish_start(bus, settings)
+        await _publish_start(bus, directory, settings)
         holder = own_holder()
         await bus.put(LAUNCHER, holder)
         membership = MembershipPublisher(bus)
@@ -141,7 +141,7 @@ def _plan(
     return NodesOfHosts(groups, backend=backend, make_node=functools.partial(node_on_host, settings, directory))
 
 
-async def _publish_start(bus: Bus, settings: Settings) -> None:
+async def _publish_start(bus: Bus, directory: RunDirectory, settings: Settings) -> None:
     """Say that the run goes on, and with which settings; forget what an earlier start has said of its processes."""
     await bus.put(RUN_STATE, RunState())
     shared = SharedSettings(
@@ -150,6 +150,7 @@ async def _publish_start(bus: Bus, settings: Settings) -> None:
         files=source_hashes(task.workflow for task in settings.tasks),
     )
     await bus.put(SETTINGS, shared)
+    directory.write_code(shared.files)
     await take_back_stop(bus)
     await forget_earlier(bus, with_nodes=settings.bus.url == EMBEDDED)
 

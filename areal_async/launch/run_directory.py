@@ -9,9 +9,10 @@ bus/url        where the broker is
 Invariant: until a prompt was admitted there is no run. What a first start wrote goes again, and the name is free.
 """
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from areal_async.config.strict_yaml import NOT_YAML
 from areal_async.errors import UserError, leaves_of
 from areal_async.process.atomic_folders import versions_in, write_whole
 from areal_async.process.file_locks import sign, try_lock
+from areal_async.versions import registry
 
 
 class LiveError(HeldError):
@@ -174,12 +176,7 @@ class RunDirectory:
 
     def exported_version(self, name: str) -> str:
         """Return the version of a model that was exported at the run's end; empty where no checkpoint tells."""
-        folder = self.path / "checkpoints"
-        if name == "model_best":
-            best = folder / "best"
-            return best.readlink().name if best.is_symlink() else ""
-        versions = versions_in(folder)
-        return str(versions[-1]) if versions else ""
+        return registry.exported_version(self.path, name)
 
     def set_models_aside(self) -> list[str]:
         """Give what was exported at the run's end the names of what it is, before it goes on; return these."""
@@ -202,6 +199,10 @@ class RunDirectory:
     def write_settings(self, settings: Settings) -> None:
         """Leave the resolved settings for the roles."""
         write_whole(self.config, dump_settings(settings).encode())
+
+    def write_code(self, files: Mapping[str, str]) -> None:
+        """Leave the SHA-256 of each file of the run's workflows, by its path."""
+        write_whole(self.path / registry.CODE, json.dumps(dict(files), indent=1).encode())
 
     def read_settings(self) -> Settings:
         """Read what the launcher resolved; the environment was heard then and is not asked again.

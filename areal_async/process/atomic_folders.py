@@ -97,7 +97,7 @@ def keep_newest(
             _remove(leftover)  # of a save that a crash cut short
     for version in versions_in(directory)[:-count]:
         if str(version) not in also:
-            _delete(directory / str(version), lease, is_wanted)
+            delete(directory / str(version), lease, is_wanted)
 
 
 @contextmanager
@@ -112,18 +112,32 @@ def held(folder: Path, lease: str) -> Iterator[bool]:
         yield try_lock(file, is_shared=True) and (folder / lease).is_file()  # else it is being deleted
 
 
-def _delete(folder: Path, lease: str, is_wanted: Callable[[str], bool]) -> None:
-    """Delete a folder, unless somebody holds or wants it; a process that comes later finds none."""
+def is_held(folder: Path, lease: str) -> bool:
+    """Whether somebody holds a folder now."""
+    try:
+        with (folder / lease).open("r+b") as file:
+            return not try_lock(file)
+    except FileNotFoundError:
+        return False
+
+
+def delete(folder: Path, lease: str, is_wanted: Callable[[str], bool]) -> bool:
+    """Delete a folder unless somebody holds or wants it; who comes later finds none. Say whether it is gone.
+
+    Args:
+        lease: as in ``keep_newest``, and ``is_wanted`` too.
+    """
     aside = folder.with_name(f".{folder.name}.replaced")
     with ExitStack() as stack:
         if lease and (folder / lease).is_file():
             file = stack.enter_context((folder / lease).open("r+b"))  # some file systems give writers alone this lock
             if not try_lock(file):
-                return
+                return False
         if is_wanted(folder.name):
-            return
+            return False
         folder.rename(aside)
     _remove(aside)
+    return True
 
 
 def _remove(folder: Path) -> None:
