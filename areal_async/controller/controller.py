@@ -39,6 +39,7 @@ from areal_async.controller.no_step_alarm import NoStepAlarm
 from areal_async.controller.reports import RunProgress, TrainersHold
 from areal_async.controller.row_images import RowImages
 from areal_async.controller.steering import RunSteering
+from areal_async.controller.tag_orders import TagOrders
 from areal_async.controller.tasks import Tasks
 from areal_async.controller.watch import silence_after
 from areal_async.errors import ConflictError, FencedError, PipelineError
@@ -111,6 +112,7 @@ class Controller:
             hold=TrainersHold(settings, silence_s=silence_after(settings.run.watchdog_s)),
         )
         self._hosts = HostOrders(bus, settings)
+        self._tags = TagOrders(bus, settings)
         self._fleets = FleetOrders(bus, settings.run_directory, lambda: self._liveness.present)
         self._waits_for = ""
 
@@ -319,7 +321,12 @@ class Controller:
             self._bus,
             description="admits groups and keeps the accounts",
             report=self.report,
-            endpoints=[*self._steering.endpoints, *self._fleets.endpoints, *self._hosts.endpoints],
+            endpoints=[
+                *self._steering.endpoints,
+                *self._fleets.endpoints,
+                *self._hosts.endpoints,
+                *self._tags.endpoints,
+            ],
         ):
             async for control in self._bus.watch_key(CONTROL, Control):
                 self._steering.see(control)

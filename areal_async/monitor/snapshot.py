@@ -29,6 +29,7 @@ from areal_async.protocol.run_state import LEFT, Changes, Control, CrewState, Ru
 from areal_async.protocol.subjects import CHANGES, CONTROL, RUN_STATE
 from areal_async.protocol.types import Record, Version, WeightsVersion
 from areal_async.telemetry.reports import servers_in
+from areal_async.versions import tags
 from areal_async.versions.evaluated import last_evaluation
 
 R = TypeVar("R", bound=Record)
@@ -95,6 +96,8 @@ class Status:
     accuracy: float | None
     evaluation: dict[str, Any] = field(default_factory=dict)
     """All that the newest evaluation came to; empty before the first."""
+    tags: dict[str, str] = field(default_factory=dict)
+    """Tag -> version that has it."""
     admitted: int | None = None
     """Groups as the controller counts them, or, once the run is over, as it left them; None where nobody says."""
     settled: int | None = None
@@ -218,6 +221,7 @@ async def read_snapshot(
         weights_version=weights.version if weights is not None else "",
         reward_mean=line.get("reward_mean"),
         **last_evaluation(settings.run_directory),
+        tags=tags.shown(settings.run_directory),
         **counted,
         queue=queue,
         members=members,
@@ -255,6 +259,7 @@ def without_broker(settings: Settings, reason: str) -> Status:
         weights_version=str(line.get("weights_version", "")),
         reward_mean=line.get("reward_mean"),
         **last_evaluation(settings.run_directory),
+        tags=tags.shown(settings.run_directory),
         members=[Member(role="broker", instance="0", presence=MISSING, why=reason), *others],
         notes=[f"the broker does not answer: {reason}"],
     )

@@ -22,6 +22,7 @@ def render(status: Status) -> Iterable[Table | Text]:
     facts = {
         "step": f"{status.step}/{status.steps}, weights {status.weights_version or 'none yet'}",
         "reward": "" if status.reward_mean is None else f"{status.reward_mean:.3f}{held_out}",
+        "tags": ", ".join(f"{tag} {version}" for tag, version in status.tags.items()),
         "groups": _groups(status),
         "stored": status.stored_text,
         "changed": ", ".join(f"{setting} = {value:.12g}" for setting, value in status.changes.items()),

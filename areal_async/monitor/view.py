@@ -26,9 +26,11 @@ NUM_RECENT_STEPS = 10
 STEP_PARTS = {"waiting for data": "time_wait_data_s", "training": "time_train_s", "weights": "time_weights_s"}
 """What a step's time goes into -> its metric."""
 KEPT_STEPS = 500
+"""Newest lines of ``metrics.jsonl`` that are held: more than is drawn, and than a restored trainer takes back."""
 MAX_REPORTS = 2048
 """Nodes that come and go have new names; of more than these the ones silent for longest are forgotten."""
-"""Newest lines of ``metrics.jsonl`` that are held: more than is drawn, and than a restored trainer takes back."""
+TOLD = ("run.", "alarm.", "version.", "checkpoint.damaged")
+"""How the kinds of events begin that are about the run as a whole."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,7 +147,7 @@ def notice_text(subject: str, data: bytes) -> str | None:
     No node speaks for the run as a whole.
     """
     message = None if subject.split(".")[3] == "node" else decode_object(data)
-    if message is None or not str(message.get("event", "")).startswith(("run.", "alarm.", "checkpoint.damaged")):
+    if message is None or not str(message.get("event", "")).startswith(TOLD):
         return None
     return event_text(message)
 

@@ -106,6 +106,20 @@ class SettingChanged(Event, frozen=True, kw_only=True, tag="setting.changed"):
     reason: str
 
 
+class VersionTagged(Event, frozen=True, kw_only=True, tag="version.tagged"):
+    """An operator, or the run's gate, has given a tag to another version, or taken it away."""
+
+    tag: str
+    version: str
+    """Empty where it was taken away."""
+    was: str
+    """Version that had it; empty for none."""
+    by: str
+    reason: str
+    comparison: str
+    """Id of the comparison behind it; empty for none."""
+
+
 class MessageBuried(Event, frozen=True, kw_only=True, tag="message.buried"):
     """A message could not be read, and is a dead letter now."""
 

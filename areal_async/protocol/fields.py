@@ -45,16 +45,22 @@ MAX_STEP = 10**9 - 1
 _VERSION = "[0-9]{1,9}-[0-9]{1,9}"
 _GROUP_ID = "[0-9]{1,9}-[0-9]{1,15}-[0-9]{1,9}"
 _ROLE = "[A-Za-z0-9_-]{0,64}"
+_TAG = "[a-z][a-z0-9_-]{0,63}"
+LAST, BEST = "last", "best"
+"""What a version is called without a tag: the newest one, and the best."""
 
 is_info_key = re.compile(r"[A-Za-z0-9._/-]{1,64}").fullmatch
 is_role = re.compile(_ROLE).fullmatch
 is_version = re.compile(_VERSION).fullmatch
 is_group_id = re.compile(_GROUP_ID).fullmatch
+_is_tag = re.compile(_TAG).fullmatch
 
 VersionText = Annotated[str, Meta(pattern=rf"\A{_VERSION}\Z")]
 """Text that ``Version.parse`` reads."""
 OptionalVersionText = Annotated[str, Meta(pattern=rf"\A({_VERSION})?\Z")]
 """A version, or empty for none."""
+TagText = Annotated[str, Meta(pattern=rf"\A{_TAG}\Z")]
+"""A name for a version; it begins with a letter, as no version and no step does."""
 GroupIdText = Annotated[str, Meta(pattern=rf"\A{_GROUP_ID}\Z")]
 """Text that ``GroupId.parse`` reads."""
 SampleUidText = Annotated[str, Meta(pattern=r"\A[!-~]{1,400}\Z")]
@@ -84,6 +90,11 @@ ServerIndex = Annotated[int, Meta(ge=0, lt=MAX_SERVERS)]
 NumServerRanks = Annotated[int, Meta(ge=1, le=MAX_SERVER_RANKS)]
 IncarnationText = Annotated[str, Meta(max_length=64)]
 """A process's id: a broadcast is announced with those of all servers in one message."""
+
+
+def is_tag(text: str) -> bool:
+    """Whether a version can be called so by a tag."""
+    return text not in (LAST, BEST) and _is_tag(text) is not None
 
 
 def check_places(row: Mapping[str, Any], places: Sequence[Place]) -> None:

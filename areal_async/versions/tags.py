@@ -6,7 +6,6 @@ next writer takes it off.
 """
 
 import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,11 +18,11 @@ from areal_async.errors import UserError
 from areal_async.process.atomic_folders import sync
 from areal_async.process.file_locks import try_lock
 from areal_async.protocol.events import now
-from areal_async.protocol.fields import OptionalVersionText
+from areal_async.protocol.fields import BEST as BEST
+from areal_async.protocol.fields import LAST as LAST
+from areal_async.protocol.fields import OptionalVersionText, TagText, is_tag
 from areal_async.protocol.types import Record, Version
 
-LAST, BEST = "last", "best"
-"""What has a meaning without a tag: the newest version, and the best one."""
 MAX_TAGS = 1000
 """Different names in one run."""
 MAX_TEXT = 200
@@ -32,10 +31,6 @@ LOCK_DEADLINE_S = 10.0
 """For another writer to be done, who has one line to write."""
 LOCK_POLL_S = 0.01
 
-is_tag = re.compile(r"[a-z][a-z0-9_-]{0,63}").fullmatch
-"""Whether a text can be a tag: it begins with a letter, so no version and no step does."""
-
-TagText = Annotated[str, msgspec.Meta(pattern=r"\A[a-z][a-z0-9_-]{0,63}\Z")]
 ShortText = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
@@ -63,6 +58,13 @@ def read(run_directory: Path) -> dict[str, Tag]:
     """
     newest = {line.tag: line for line in history(run_directory)}
     return {name: newest[name] for name in sorted(newest) if newest[name].version}
+
+
+def shown(run_directory: Path) -> dict[str, str]:
+    """Return which version each tag has, for people; none where they cannot be read, of which others tell."""
+    with suppress(UserError):
+        return {name: tag.version for name, tag in read(run_directory).items()}
+    return {}
 
 
 def history(run_directory: Path) -> Iterator[Tag]:

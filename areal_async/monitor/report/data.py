@@ -25,6 +25,7 @@ from areal_async.process.json_lines import JsonLines, Line, read_json_lines
 from areal_async.protocol.types import Version
 from areal_async.trainer.output.archive_reader import ArchivedTrajectory, archive_files, read_recorded
 from areal_async.trainer.output.archived_images import find_images, image_files
+from areal_async.versions import tags
 
 AGED_STEPS = 20
 """Newest steps whose tokens are counted by age."""
@@ -65,6 +66,8 @@ class ReportData:
     evaluations: Sequence[Mapping[str, Any]]
     checkpoints_s: Mapping[int, float]
     """Step -> for how long the checkpoint after it has held up the steps."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """Tag -> version that has it."""
     ages: Mapping[int, int] = field(default_factory=dict)
     """Age in versions -> trained tokens of the newest steps."""
     aged_steps: tuple[int, int] = (0, 0)
@@ -114,6 +117,7 @@ def read_report(
         steps=settings.run.steps,
         lines=lines,
         evaluations=read_json_lines(run_directory / "eval.jsonl"),
+        tags=tags.shown(run_directory),
         # Each step's line tells of what has held it up since the one before.
         checkpoints_s={int(one["step"]) - 1: one["time_checkpoint_s"] for one in lines if one.get("time_checkpoint_s")},
         ages=dict(sorted(ages.items())),

@@ -20,6 +20,8 @@ FOLDER = Path(__file__).parent
 ``answer.js`` and ``follow.js``. All of it stands in the page: nothing is fetched but, by a watched one, the page."""
 MAX_TOKENS = 4000
 """Tokens that are shown of one sample; the rest is left to ``trajectories --show``."""
+MAX_TAGS = 3
+"""Tags that are shown."""
 TABLE_STEPS = 20
 TABLE = {
     "step": "step", "weights_version": "weights", "reward_mean": "reward", "loss": "loss", "grad_norm": "grad norm",
@@ -89,6 +91,7 @@ def _tiles(data: ReportData) -> Iterator[tuple[str, str]]:
     if data.evaluations:
         newest = data.evaluations[-1]
         yield figure(newest), f"held-out reward at step {newest['step']}"
+    yield from ((version, f"is {tag}") for tag, version in list(data.tags.items())[:MAX_TAGS])
     yield number_text(trajectories), "trajectories trained"
     yield number_text(tokens), "tokens trained"
     yield _duration(seconds), "in training steps"

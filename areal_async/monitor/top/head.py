@@ -12,6 +12,7 @@ from areal_async.monitor.view import number, reward_text, trained_tokens_per_s
 from areal_async.versions.evaluated import figure
 
 MAX_ALARMS = 3
+MAX_TAGS = 2
 BAR_WIDTH = 12
 
 
@@ -26,6 +27,8 @@ def head_lines(view: TopView, width: int) -> Iterator[Text]:
         (shown(status.state), "bold green" if status.state == "running" else "bold yellow"),
         f"  step {view.step or status.step}/{status.steps}  weights {shown(status.weights_version) or 'none yet'}",
     )
+    for tag, version in list(status.tags.items())[:MAX_TAGS]:
+        title.append(f"  {shown(tag)} {shown(version)}")
     yield title.append(f"  ({shown(status.reason)})") if status.reason else title
     facts = {
         "reward": _reward(view, status, width),

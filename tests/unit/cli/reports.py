@@ -66,6 +66,7 @@ def report(*, num_steps: int = STEPS, text: str = HOSTILE) -> ReportData:
         steps=200,
         lines=[line(step) for step in range(1, num_steps + 1)],
         evaluations=[{"step": step, "accuracy": step / 200} for step in range(0, num_steps + 1, 20)],
+        tags={"champion": "1-100"},
         checkpoints_s=dict.fromkeys(range(10, num_steps, 10), 1.5),
         ages={0: 100, 1: 200, 2: 700},
         aged_steps=(111, 130),

@@ -30,6 +30,8 @@ from areal_async.monitor.snapshot import (
 from areal_async.monitor.status_screen import render
 from areal_async.protocol.run_state import Control, CrewState, RunState, ServerState
 from areal_async.protocol.types import WeightsVersion
+from areal_async.versions import tags
+from areal_async.versions.tags import Tag
 
 SETTINGS = Settings(trainer=TrainerSettings(num_ranks=2))
 CREWS = {
@@ -114,6 +116,7 @@ def test_one_screen_tells_the_step_the_queue_and_who_is_missing(width: int) -> N
         reward_mean=0.5,
         accuracy=0.625,
         evaluation={"accuracy": 0.625},
+        tags={"candidate": "1-12", "champion": "1-10"},
         admitted=64,
         settled=16,
         in_flight=48,
@@ -138,6 +141,7 @@ def test_one_screen_tells_the_step_the_queue_and_who_is_missing(width: int) -> N
 
     text = console.export_text()
     for piece in ("run gsm8k: paused (by ann@host", "12/200, weights 1-12", "0.500, last evaluation 0.625",
+                  "candidate 1-12, champion 1-10",
                   "16 tickets", "48 in flight", "no answer", "starting", " 1234 ",
                   "node 0 does not answer"):  # fmt: skip
         assert piece in text, text
@@ -211,9 +215,12 @@ def test_without_its_broker_a_run_is_shown_from_its_files_and_nobody_is_accused(
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "metrics.jsonl").write_text('{"step": 4, "weights_version": "1-4", "reward_mean": 0.5}\n')
 
+    tags.write(settings.run_directory, Tag(tag="champion", version="1-2"))
+
     status = without_broker(settings, "broker nats://127.0.0.1:1: not reachable within 2 s")
 
     assert (status.state, status.step, status.weights_version) == ("no broker", 4, "1-4")
+    assert status.tags == {"champion": "1-2"}
     assert [(one.role, one.presence) for one in status.members] == [
         ("broker", MISSING), ("controller", UNKNOWN), ("trainer", UNKNOWN),
     ]  # fmt: skip

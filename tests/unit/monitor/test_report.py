@@ -74,6 +74,10 @@ def test_what_a_model_wrote_is_text_and_never_markup() -> None:
     assert HOSTILE in page.text
 
 
+def test_a_page_names_the_version_that_has_a_tag() -> None:
+    assert "1-100is champion" in _Page(render(report())).text
+
+
 def test_a_page_looks_at_its_file_only_when_it_is_watched_and_is_loaded_again_where_no_script_runs() -> None:
     assert "iframe" not in render(report())
     assert "http-equiv" not in render(report())
