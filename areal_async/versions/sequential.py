@@ -6,6 +6,8 @@ times at once, with a probability of at least 1 - alpha: a test may end as soon 
 """
 
 import math
+from collections.abc import Mapping
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,3 +101,20 @@ class ConfidenceSequence:
         first, last = is_held_M.nonzero()[0][[0, -1]]
         self._means_M = self._means_M[first : last + 3]
         self._log_products_2GM = self._log_products_2GM[:, :, first : last + 1]
+
+    @classmethod
+    def restored(
+        cls, counts: Mapping[float, int], *, low: float, high: float, reach: float = 1.0, alpha: float = 0.05
+    ) -> Self:
+        """Return one as it was after it took differences, of which only how often each came is kept, and its interval.
+
+        In which order they came decides about nothing else.
+        """
+        made = cls(reach=reach, alpha=alpha)
+        first, last = (round(end / reach * NUM_STEPS) + NUM_STEPS for end in (low, high))
+        made._means_M = made._means_M[first : last + 1]
+        made._log_products_2GM = made._log_products_2GM[:, :, : len(made._means_M) - 2]
+        for difference, count in counts.items():
+            made.count += count
+            made._log_products_2GM += count * log_bets(np.array(difference / reach), made._means_M[1:-1])
+        return made

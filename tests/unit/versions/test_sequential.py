@@ -1,6 +1,7 @@
 """The interval that may be looked at after every row tells identical versions apart no more often than it says."""
 
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -106,6 +107,22 @@ def test_differences_all_alike_narrow_it_to_the_candidates_beside_them() -> None
         sequence.add(0.0011)
 
     assert (sequence.low, sequence.high) == pytest.approx((0, 2 / NUM_STEPS))
+
+
+def test_it_goes_on_from_how_often_each_difference_came_as_if_it_had_never_stopped() -> None:
+    whole = ConfidenceSequence(reach=2.0, alpha=0.1)
+    differences = (2 * draw(1, 300, 0.2)[0]).tolist()
+    for turn, difference in enumerate(differences):
+        if turn in (1, 120):
+            counts = Counter(differences[:turn])
+            restored = ConfidenceSequence.restored(counts, low=whole.low, high=whole.high, reach=2.0, alpha=0.1)
+            assert (restored.low, restored.high, restored.count) == (whole.low, whole.high, turn)
+        if turn >= 120:
+            restored.add(difference)
+        whole.add(difference)
+
+    assert (restored.low, restored.high, restored.count) == (whole.low, whole.high, 300)
+    assert -2 < whole.low < whole.high < 2
 
 
 @pytest.mark.parametrize("difference", [1.01, -2.0, float("nan")])
