@@ -35,7 +35,7 @@ from areal_async.inference.http import decode_answer as decode_server_answer
 from areal_async.inference.pool import ServerHandle
 from areal_async.inference.streams import DONE, EventSplitter
 from areal_async.process.json_lines import decode_object
-from areal_async.protocol import evaluations, run_state, types, wire
+from areal_async.protocol import arms, evaluations, run_state, types, wire
 from areal_async.protocol.events import AlarmRaised
 from areal_async.protocol.journal import Journal, JournalState
 from areal_async.protocol.publish_log import (
@@ -217,6 +217,8 @@ _WEIGHTS = types.WeightsVersion(
     group=_GROUP,
     buckets=[[_TENSOR]],
 )
+_ANSWER = evaluations.EvalResult(eval_id="1-2", index=3, reward=1.0, oldest="1-2", newest="1-3")
+_ARM = arms.Arm(name="old", arm_id="old-1", path="m", share=0.1, first_admission=3, first_position=3)
 _EVALUATION = evaluations.EvalRecord(
     eval_id="1-2", step=2, accuracy=0.5, num_scored=4, num_failed=1, oldest="1-2", newest="1-3", low=0.1, high=0.9
 )
@@ -286,8 +288,12 @@ DECODERS: tuple[Decoder, ...] = (
     of_record(types.Outcome(group_id="0-3-0", kind=OutcomeKind.FAILED, lineage=2, step=5, reason="it broke")),
     of_record(_CUT, types.Cut(kind=CutKind.BEGIN, lineage=2, step=4)),
     of_record(evaluations.EvalTicket(eval_id="1-2", index=3, workflow="gsm8k", row={"question": "1+1?"})),
-    of_record(evaluations.EvalResult(eval_id="1-2", index=3, reward=1.0, oldest="1-2", newest="1-3")),
+    of_record(_ANSWER),
     of_record(_EVALUATION),
+    of_record(arms.ArmTicket(eval_id="1-2", index=3, workflow="gsm8k", row={}, arm="old", arm_id="old-1", number=7)),
+    of_record(arms.ArmResult(arm_id="old-1", number=7, pinned=_ANSWER, newest=_ANSWER)),
+    of_record(arms.Arms(by_name={"old": _ARM}, removed=["new"])),
+    of_record(arms.ArmState(arm_id="old-1", num_asked=4, open=[arms.OpenPrompt(3, 1)], levels={"-100": 2}, low=-0.5)),
     of_record(types.LineageRecord(lineage=2)),
     of_record(types.CheckpointRecord(version="1-4", path="/runs/r/checkpoints/1-4")),
     of_record(

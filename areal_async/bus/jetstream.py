@@ -228,6 +228,15 @@ class Bus(Keys):
         state = answer["state"]
         return StreamState(state["messages"], state["bytes"], answer["config"]["max_bytes"], state["last_seq"])
 
+    async def stored_by_subject(self, stream: str, subject: str) -> dict[str, int]:
+        """Return how many messages a stream has of each subject that matches this one."""
+        answer = await self.api.ask(f"$JS.API.STREAM.INFO.{stream}", {"subjects_filter": subject})
+        return {found: int(count) for found, count in (answer["state"].get("subjects") or {}).items()}
+
+    async def purge(self, stream: str, subject: str) -> None:
+        """Remove all messages of a subject, which may hold wildcards, from a stream."""
+        await self.api.ask(f"$JS.API.STREAM.PURGE.{stream}", {"filter": subject})
+
     # core messages
 
     @asynccontextmanager

@@ -10,6 +10,8 @@ from enum import StrEnum
 from areal_async.protocol.subjects import (
     ACCOUNTS,
     ADMITTED,
+    ARM_STATES,
+    ARMS,
     CARD,
     CHANGES,
     CHECKPOINT,
@@ -72,22 +74,27 @@ def permissions(role: Role, names: Names) -> Permissions:
             subscribe += [f"{run}.>", *_buckets(names), "$JS.EVENT.ADVISORY.>", f"{SERVICES_INBOX}.>"]
         case Role.CONTROLLER:
             publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.all_images, names.outcomes]
-            publish += _keys(
-                names, ACCOUNTS, ADMITTED, CHANGES, CONTROL, HOSTS, RUN_STATE, "eval.>", "fleet.>", f"{SERVERS}>"
-            )
+            publish += _keys(names, ACCOUNTS, ADMITTED, ARMS, CHANGES, CONTROL, HOSTS, RUN_STATE)
+            publish += _keys(names, f"{ARM_STATES}>", "eval.>", "fleet.>", f"{SERVERS}>")
+            publish.append(names.arm_tickets("*"))
             publish += _consume(names.eval_stream, names.eval_controller_consumer)
+            publish += _consume(names.eval_stream, names.arm_controller_consumer)
+            publish += _api(names.eval_stream, "STREAM.PURGE.{}")  # what is stored for arms that were removed
             publish.append(f"$JS.API.CONSUMER.INFO.{names.eval_stream}.{names.eval_nodes_consumer}")
-            publish += _read(names, names.outcomes_stream, names.images_stream)
+            publish += _read(names, names.outcomes_stream, names.images_stream, names.events_stream)
             publish += _api(names.images_stream, "STREAM.PURGE.{}")  # those of evaluations, which no trainer knows of
             publish += _state(names.tickets_stream, names.trajectories_stream, names.eval_stream, names.dead_stream)
-            subscribe += [names.log, names.all_metrics, f"{run}.control.>", *_keys(names, CONTROL, CHANGES)]
+            subscribe += [names.log, names.all_metrics, f"{run}.control.>", *_keys(names, ARMS, CONTROL, CHANGES)]
         case Role.NODE:
-            publish += [f"{run}.trajectories.>", names.all_images, f"{run}.eval.results.>"]
+            publish += [f"{run}.trajectories.>", names.all_images, f"{run}.eval.results.>", names.arm_results("*")]
             publish += _keys(names, f"{SERVERS}>", f"{NODES}>")
             publish += _consume(names.tickets_stream, names.nodes_consumer)
             publish += _consume(names.eval_stream, names.eval_nodes_consumer)
+            publish += _consume(names.eval_stream, names.arm_nodes_consumer)
             publish += _read(names, names.outcomes_stream, names.trajectories_stream, names.images_stream)
-            subscribe += _keys(names, CARD, CHANGES, CONTROL, RUN_STATE, LAUNCHER, "weights.>", "fleet.>", f"{NODES}>")
+            subscribe += _keys(
+                names, ARMS, CARD, CHANGES, CONTROL, RUN_STATE, LAUNCHER, "weights.>", "fleet.>", f"{NODES}>"
+            )
         case Role.TRAINER:
             publish += [names.cuts, names.outcomes, names.dead_groups, names.weights]
             publish += _keys(names, LINEAGE, CHECKPOINT, JOURNAL, CARD, "weights.>")

@@ -181,10 +181,13 @@ def consumer_configs(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
 
     # results are acked when the evaluation is whole, however many rows it has
     results = leased(names.eval_controller_consumer, filter_subject=f"{run}.eval.results.>", max_ack_pending=-1)
+    pairs = leased(names.arm_controller_consumer, filter_subject=names.arm_results("*"), max_ack_pending=-1)
     return [
         (names.tickets_stream, leased(names.nodes_consumer)),
         (names.eval_stream, leased(names.eval_nodes_consumer, filter_subject=f"{run}.eval.tickets.>")),
         (names.eval_stream, results),
+        (names.eval_stream, leased(names.arm_nodes_consumer, filter_subject=names.arm_tickets("*"))),
+        (names.eval_stream, pairs),
     ]
 
 

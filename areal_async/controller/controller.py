@@ -9,8 +9,9 @@
                   rhythm of evaluation
 ``run_metrics``   says every second where the books stand
 
-Beside it run the evaluations (``EvaluationSchedule``) and the watch over who is alive (``LivenessWatch``). All state is
-in the broker: the log, the ``admitted`` record, the servers' keys. Kill it anywhere.
+Beside it run the evaluations (``EvaluationSchedule``), the arms (``ArmQuestions``) and the watch over who is alive
+(``LivenessWatch``). All state is in the broker: the log, the ``admitted`` record, the keys of servers and arms. Kill it
+anywhere.
 """
 
 import itertools
@@ -27,6 +28,7 @@ from areal_async.config.live import settings_now
 from areal_async.config.settings import Settings
 from areal_async.controller.accounts import ENDED_EARLY, Accounts, Readmission
 from areal_async.controller.admission import Admission, AdmissionOrder, left_over, missing_for_admission, next_admission
+from areal_async.controller.arms import ArmQuestions
 from areal_async.controller.book_keeping import BooksSnapshots
 from areal_async.controller.curriculum import Visits
 from areal_async.controller.evaluation import Evaluator
@@ -111,6 +113,7 @@ class Controller:
             detector=detector or FailureDetector(),
             hold=TrainersHold(settings, silence_s=silence_after(settings.run.watchdog_s)),
         )
+        self._arms = ArmQuestions(bus, tasks, accounts, row_at=self._row_at)
         self._hosts = HostOrders(bus, settings)
         self._tags = TagOrders(bus, settings)
         self._fleets = FleetOrders(bus, settings.run_directory, lambda: self._liveness.present)
@@ -143,6 +146,7 @@ class Controller:
             self._accounts.num_consecutive_failed = 0  # of an earlier start: who resumes the run has mended the cause
             loops.start_soon(self.run_log)
             loops.start_soon(self.run_admission)
+            loops.start_soon(self._arms.run)
             await self.evaluation.run()
             loops.cancel_scope.cancel()
         await self._abandon_unfinished()
@@ -251,6 +255,13 @@ class Controller:
                     await self._progress.changed.wait(num_seen)
             else:
                 await self._admit(admission)
+
+    def _row_at(self, position: int) -> int:
+        """Return the row at a place in the order of the data; where nobody can say any more, that of a later place."""
+        mixes = self._accounts.admitted.mixes
+        known_from = mixes[0].start if mixes else 0
+        place = position if position >= known_from else known_from + position
+        return self._order.sampler.group_at(place, mixes).index
 
     async def _admit(self, admission: Admission) -> None:
         """Publish tickets, then move the record: what a crash between repeats is de-duplicated by id."""
@@ -365,6 +376,7 @@ class Controller:
             "state": "paused" if control.is_paused else "evaluating" if evaluating else "admitting",
             "waits_for": evaluating or self.waits_for,
             "waits": wait_graph.report(wait_graph.CONTROLLER),
+            "arms": self._arms.report(),
             **self._no_step_alarm.report(),
         }
 

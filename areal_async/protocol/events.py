@@ -147,6 +147,23 @@ class EvaluationFinished(Event, frozen=True, kw_only=True, tag="evaluation.finis
     is_graded: bool = False
 
 
+class ArmDecided(Event, frozen=True, kw_only=True, tag="arm.decided"):
+    """An arm is told apart from the weights under training: it is better, or worse."""
+
+    name: str
+    arm_id: str
+    version: str
+    """Of the arm; the folder of its model, where that is no version of the run."""
+    difference: float
+    """Mean reward of the arm less that of the newest weights."""
+    low: float
+    high: float
+    """Ends of the confidence sequence."""
+    alpha: float
+    num_pairs: int
+    sentence: str
+
+
 class AlarmEvent(Event, frozen=True, kw_only=True):
     """About something in learning that a person should know."""
 

@@ -11,6 +11,9 @@ TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 
 ACCOUNTS = "accounts"
 ADMITTED = "admitted"
+ARM_STATES = "arm."
+"""Prefix of the keys of what arms have come to."""
+ARMS = "arms"
 CARD = "card"
 CHANGES = "changes"
 CHECKPOINT = "checkpoint"
@@ -77,6 +80,8 @@ class Names:
         """Shared by all nodes."""
         self.eval_nodes_consumer: Final = "eval-nodes"
         self.eval_controller_consumer: Final = "eval-controller"
+        self.arm_nodes_consumer: Final = "arm-nodes"
+        self.arm_controller_consumer: Final = "arm-controller"
 
     def bucket_of(self, key: str) -> str:
         """Return the bucket that a key, or all that begin so, is in."""
@@ -106,6 +111,18 @@ class Names:
 
     def eval_results(self, workflow: str) -> str:
         return f"areal.{self.run}.eval.results.{_token(workflow)}"
+
+    def arm_tickets(self, arm_id: str) -> str:
+        """Prompts of one arm; ``*`` for those of all."""
+        return f"areal.{self.run}.eval.arms.tickets.{arm_id if arm_id == '*' else _token(arm_id)}"
+
+    def arm_results(self, arm_id: str) -> str:
+        """What was made of them."""
+        return f"areal.{self.run}.eval.arms.results.{arm_id if arm_id == '*' else _token(arm_id)}"
+
+    def arm_messages(self, arm_id: str) -> str:
+        """Both."""
+        return f"areal.{self.run}.eval.arms.*.{arm_id if arm_id == '*' else _token(arm_id)}"
 
     def event(self, kind: str, role: str, instance: str = "0") -> str:
         """One kind of event (``role.lost``) of one process; a role may publish under its own name alone."""
@@ -141,6 +158,10 @@ class Names:
     def node_key(self, node_id: str) -> str:
         """Who keeps the node that has joined under this id."""
         return f"{NODES}{_token(node_id)}"
+
+    def arm_key(self, name: str) -> str:
+        """What an arm has come to; the controller writes it."""
+        return f"{ARM_STATES}{_token(name)}"
 
     def fleet_key(self, node_id: str) -> str:
         """How many servers a node is to have; the operator writes it."""

@@ -38,6 +38,7 @@ from opentelemetry.trace import Span, SpanContext
 from opentelemetry.util.types import AnyValue
 
 from areal_async.api import ToolCall
+from areal_async.protocol.arms import ArmTicket
 from areal_async.protocol.evaluations import EvalResult, EvalTicket
 from areal_async.protocol.types import (
     Cut,
@@ -241,7 +242,7 @@ def asked(ticket: EvalTicket) -> Span:
 
 
 def answer(ticket: EvalTicket) -> Span:
-    """Return the span of the call of a workflow that answers a row."""
+    """Return the span of a call of a workflow that answers a row."""
     return _invocation(ticket.workflow, tracing.current(), _of_ticket(ticket))
 
 
@@ -312,12 +313,16 @@ def _of_ticket(ticket: Ticket | EvalTicket) -> dict[str, AnyValue]:
     if isinstance(ticket, Ticket):
         return _of_group(ticket.group_id, ticket.workflow)
     row = _of_row(ticket.eval_id, ticket.index, ticket.sample)
+    if isinstance(ticket, ArmTicket):
+        row |= {"areal.arm": ticket.arm, "areal.arm.number": ticket.number}
     return {**row, "areal.eval.attempt": ticket.attempt, "areal.workflow": ticket.workflow}
 
 
 def _first_of(ticket: Ticket | EvalTicket) -> SpanContext | None:
     if isinstance(ticket, Ticket):
         return tracing.of_group(ticket.group_id)
+    if isinstance(ticket, ArmTicket):
+        return tracing.of_row(ticket.arm_id, ticket.number)
     return tracing.of_row(ticket.eval_id, ticket.index)
 
 

@@ -27,6 +27,8 @@ TRAINER = "trainer"
 CONTROLLER = "controller"
 BROKER = "the broker"
 ADMISSION = "admission"
+ARMS = "arms"
+"""The questions to arms, for whose answers nobody else waits."""
 
 OfText = Callable[[str], str]
 """Names a thing by its id."""
@@ -56,6 +58,7 @@ group: OfText = "group {}".format
 slot: Callable[[str, int], str] = "slot {}.{}".format
 """Takes the group's id and the sibling."""
 evaluation: OfText = "evaluation {}".format
+arm: OfText = "arm {}".format
 row: OfText = "row {}".format
 cut: OfNumber = "cut {}".format
 step: OfNumber = "step {}".format

@@ -18,6 +18,7 @@ from areal_async.errors import BusError, UserError
 from areal_async.protocol.run_state import Control, ServerState
 from areal_async.protocol.subjects import (
     ADMITTED,
+    ARMS,
     CHANGES,
     CHECKPOINT,
     CONTROL,
@@ -51,12 +52,12 @@ READERS = {
     "trajectories": (NODE, TRAINER),
     "images": (CONTROLLER, NODE, TRAINER),
     "outcomes": (CONTROLLER, NODE, TRAINER),
-    "events": (TRAINER,),
+    "events": (CONTROLLER, TRAINER),
     **dict.fromkeys(BUCKETS.values(), (CONTROLLER, NODE, TRAINER)),
 }
 """Who asks a stream's leader for a message; whose DIRECT.GET is the same."""
 
-PURGERS = {"trajectories": (TRAINER,), "images": (CONTROLLER, TRAINER)}
+PURGERS = {"trajectories": (TRAINER,), "images": (CONTROLLER, TRAINER), "eval": (CONTROLLER,)}
 """Who removes what a stream holds, beside the operator."""
 
 NUM_LONG = 150
@@ -76,6 +77,8 @@ ACTIONS: dict[str, Action] = {
     "forge a trajectory": _only(RUN.trajectories("w", "0-0-0"), NODE, OPERATOR),
     "forge an image": _only(RUN.images("0-0-0", "0" * 64), CONTROLLER, NODE, OPERATOR),
     "forge an evaluation's result": _only(RUN.eval_results("w"), NODE, OPERATOR),
+    "ask an arm": _only(RUN.arm_tickets("old-1"), CONTROLLER, OPERATOR),
+    "forge an arm's answers": _only(RUN.arm_results("old-1"), NODE, OPERATOR),
     "forge an outcome": _only(RUN.outcomes, CONTROLLER, TRAINER, OPERATOR),
     "forge a cut": _only(RUN.cuts, TRAINER, OPERATOR),
     "declare a group dead": _only(RUN.dead_groups, TRAINER, OPERATOR),
@@ -86,6 +89,8 @@ ACTIONS: dict[str, Action] = {
     "move the data cursor": _only(f"{KEY}.{ADMITTED}", CONTROLLER, OPERATOR),
     "end the run": _only(f"{KEY}.{RUN_STATE}", CONTROLLER, OPERATOR),
     "record an evaluation": _only(f"{KEY}.eval.3", CONTROLLER, OPERATOR),
+    "choose the arms": _only(f"{KEY}.{ARMS}", CONTROLLER, OPERATOR),
+    "count an arm's pairs": _only(f"{KEY}.{RUN.arm_key('old')}", CONTROLLER, OPERATOR),
     "speak for a server": _only(f"{NODES_KEY}.{RUN.server_key('s0')}", CONTROLLER, NODE, OPERATOR),
     "size a node's fleet": _only(f"{KEY}.{RUN.fleet_key('n0')}", CONTROLLER, OPERATOR),
     "choose the run's hosts": _only(f"{KEY}.{HOSTS}", CONTROLLER, OPERATOR),
@@ -107,7 +112,7 @@ ACTIONS: dict[str, Action] = {
     "read the trajectories": _only(f"$JS.API.DIRECT.GET.{RUN.trajectories_stream}", NODE, TRAINER, OPERATOR),
     "read the images": _only(f"$JS.API.DIRECT.GET.{RUN.images_stream}", CONTROLLER, NODE, TRAINER, OPERATOR),
     "read evaluations": _only(f"$JS.API.DIRECT.GET.{RUN.eval_stream}", OPERATOR),
-    "read events": _only(f"$JS.API.DIRECT.GET.{RUN.events_stream}", TRAINER, OPERATOR),
+    "read events": _only(f"$JS.API.DIRECT.GET.{RUN.events_stream}", CONTROLLER, TRAINER, OPERATOR),
     "read dead letters": _only(f"$JS.API.DIRECT.GET.{RUN.dead_stream}", OPERATOR),
     "fence a trainer": _only(
         f"$JS.API.CONSUMER.DELETE.{RUN.trajectories_stream}.{RUN.trainer_consumer(1)}", TRAINER, OPERATOR

@@ -17,7 +17,7 @@ import msgspec
 from areal_async.cli.main import VERBS
 from areal_async.config.settings import Settings
 from areal_async.config.tree import describe
-from areal_async.protocol import evaluations, events, publish_log, run_state, types, wire
+from areal_async.protocol import arms, evaluations, events, publish_log, run_state, types, wire
 from areal_async.protocol.subjects import Names
 from areal_async.telemetry.exporters import samples
 from areal_async.trainer.batch import step
@@ -44,7 +44,7 @@ def _names() -> Iterator[str]:
 
 def _records() -> Iterator[str]:
     """Yield each record that is sent or kept, with its fields as they are encoded."""
-    for module in (types, evaluations, run_state, wire, publish_log, events):
+    for module in (types, evaluations, arms, run_state, wire, publish_log, events):
         for kind in vars(module).values():
             if inspect.isclass(kind) and issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__:
                 tag = kind.__struct_config__.tag
