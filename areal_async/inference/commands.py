@@ -124,10 +124,13 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
     return ServerCommand(server_id, (*arguments, *inference.flags), environment, admin_key, name)
 
 
-def most_servers(settings: Settings) -> int:
+def most_servers(settings: Settings, *, num_gpus_lent: int = 0) -> int:
     """Return how many servers of the policy under training this process has GPUs for; without any, a sane bound.
 
     GPUs that servers share with the trainer are all taken.
+
+    Args:
+        num_gpus_lent: GPUs that arms have.
     """
     gpus, inference = visible_gpus(), settings.inference
     if not gpus:
@@ -135,7 +138,7 @@ def most_servers(settings: Settings) -> int:
     if inference.colocate is not None:
         return inference.num_servers
     num_frozen = settings.num_inference_gpus - inference.num_gpus
-    return max(inference.num_servers, (len(gpus) - num_frozen) // inference.tensor_parallel)
+    return max(inference.num_servers, (len(gpus) - num_frozen - num_gpus_lent) // inference.tensor_parallel)
 
 
 def choose_backend(inference: InferenceSettings) -> Literal["sglang", "embedded"]:

@@ -6,9 +6,11 @@ import anyio
 import structlog
 
 from areal_async.bus import Delivery
+from areal_async.config.settings import Settings
 from areal_async.errors import Reject
 from areal_async.protocol.evaluations import EvalResult, EvalTicket
 from areal_async.protocol.types import Prompt
+from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.lease import returned_unless_done, run_heartbeats
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.rewards.reply_rewards import Scores
@@ -44,7 +46,9 @@ async def _run(node: NodeContext, ticket: EvalTicket, cells: dict[str, Any]) -> 
     row, evaluation = wait_graph.row(ticket.answer), wait_graph.evaluation(ticket.eval_id)
     with wait_graph.doing(row, "the workflow of", waiter=evaluation), spans.answer(ticket) as span:
         work = Work(workflow=ticket.workflow, name=row, eval_ticket=ticket)
-        result = await _answer(node, ticket, Prompt(epoch=0, index=ticket.index, row=cells), work)
+        policy = node.policy(node.settings.eval_sampling_of(ticket.workflow), f"eval.{ticket.answer}")
+        prompt = Prompt(epoch=0, index=ticket.index, row=cells)
+        result = await answer_row(node, policy, ticket, prompt, work, settings=node.settings)
         spans.note_result(span, result)
     with spans.published_result(ticket), wait_graph.on(wait_graph.BROKER, "its result to be stored by"):
         await publish_result(node, ticket, result)
@@ -56,9 +60,11 @@ async def publish_result(node: NodeContext, ticket: EvalTicket, result: EvalResu
     await node.bus.publish_patiently(node.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)
 
 
-async def _answer(node: NodeContext, ticket: EvalTicket, prompt: Prompt, work: Work) -> EvalResult:
-    policy = node.policy(node.settings.eval_sampling_of(ticket.workflow), f"eval.{ticket.answer}")
-    call = WorkflowCall(node.workflow(ticket.workflow, node.settings), [policy], work=work, clock=node.clock)
+async def answer_row(
+    node: NodeContext, policy: ServedPolicy, ticket: EvalTicket, prompt: Prompt, work: Work, *, settings: Settings
+) -> EvalResult:
+    """Have the workflow, as it is called with these settings, answer a row, and return what it came to."""
+    call = WorkflowCall(node.workflow(ticket.workflow, settings), [policy], work=work, clock=node.clock)
     (ending,) = await call.endings(prompt)
     reward, error = 0.0, ""
     if isinstance(ending, Scores):

@@ -6,6 +6,7 @@ trainer waits for none of them and no credit depends on them. A crash of one is 
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -49,7 +50,7 @@ def settings_of(policy: PolicySettings, settings: Settings) -> Settings:
 async def serve_frozen(
     settings: Settings, *, node_id: str, log_directory: Path, max_streams: int
 ) -> AsyncIterator[Mapping[str, FrozenModel | FrozenReward]]:
-    """Have the servers of all frozen models run for as long as the block does.
+    """Have the servers of all frozen policies run for as long as the block does.
 
     Raises:
         UserError: a model is not there, or its server cannot even start.
@@ -57,40 +58,73 @@ async def serve_frozen(
     """
     first_gpu = settings.inference.num_gpus
     models: dict[str, FrozenModel | FrozenReward] = {}
-    async with anyio.create_task_group() as services, AsyncExitStack() as clients:
+    async with AsyncExitStack() as served:
         for name, policy in settings.frozen_policies.items():
-            own = settings_of(policy, settings)
-            if policy.is_reward and choose_backend(own.inference) == "sglang":
-                folder = clients.enter_context(TemporaryDirectory(prefix="areal_reward_"))
-                own = await anyio.to_thread.run_sync(_with_bias, own, Path(folder))
-            fleet = Fleet(
-                own, node_id=node_id, log_directory=log_directory, publish=_note, frozen=name, first_gpu=first_gpu
-            )
-            first_gpu += own.inference.num_gpus
-            services.start_soon(fleet.run)
-            codec = await anyio.to_thread.run_sync(_load_codec, name, policy)
-            pool, size = fleet.pool, codec.vocab_size
-            if policy.is_reward:
-                scorer = ScoringClient(pool, own.inference, max_requests=max_streams, vocab_size=size)
-                await clients.enter_async_context(scorer)
-                models[name] = FrozenReward(scorer=scorer, codec=codec, pool=pool)
-                continue
-            client = InferenceClient(
-                pool,
-                own.inference,
-                max_streams=max_streams,
-                vocab_size=size,
-                model=own.model.path,
-                vision=codec.vision,
-            )
-            await clients.enter_async_context(client)
-            models[name] = FrozenModel(generator=client, codec=codec, pool=pool)
+            place = FrozenPlace(node_id=node_id, log_directory=log_directory, name=name, first_gpu=first_gpu)
+            models[name] = await served.enter_async_context(serve_model(policy, settings, place, max_streams))
+            first_gpu += policy.num_servers * policy.tensor_parallel
         yield models
-        services.cancel_scope.cancel()
 
 
-def _load_codec(name: str, policy: PolicySettings) -> TextCodec:
-    own = f"policies.{name}"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenPlace:
+    """Where a frozen model's servers run, and under which name."""
+
+    node_id: str
+    log_directory: Path
+    name: str
+    """Part of its servers' ids."""
+    first_gpu: int
+    """Position of its first GPU among those of the node."""
+    setting: str = ""
+    """What names it in messages; empty for the policy of its name."""
+
+
+@asynccontextmanager
+async def serve_model(
+    policy: PolicySettings, settings: Settings, place: FrozenPlace, max_streams: int
+) -> AsyncIterator[FrozenModel | FrozenReward]:
+    """Have the servers of one frozen model run for as long as the block does.
+
+    Raises:
+        UserError: the model is not there, or its server cannot even start.
+        PipelineError: a server fails again and again; possibly inside an ExceptionGroup.
+    """
+    own = settings_of(policy, settings)
+    async with AsyncExitStack() as clients:
+        if policy.is_reward and choose_backend(own.inference) == "sglang":
+            folder = clients.enter_context(TemporaryDirectory(prefix="areal_reward_"))
+            own = await anyio.to_thread.run_sync(_with_bias, own, Path(folder))
+        fleet = Fleet(
+            own,
+            node_id=place.node_id,
+            log_directory=place.log_directory,
+            publish=_note,
+            frozen=place.name,
+            first_gpu=place.first_gpu,
+        )
+        async with anyio.create_task_group() as services:
+            services.start_soon(fleet.run)
+            codec = await anyio.to_thread.run_sync(_load_codec, place.setting or f"policies.{place.name}", policy)
+            if policy.is_reward:
+                scorer = ScoringClient(fleet.pool, own.inference, max_requests=max_streams, vocab_size=codec.vocab_size)
+                async with scorer:
+                    yield FrozenReward(scorer=scorer, codec=codec, pool=fleet.pool)
+            else:
+                client = InferenceClient(
+                    fleet.pool,
+                    own.inference,
+                    max_streams=max_streams,
+                    vocab_size=codec.vocab_size,
+                    model=own.model.path,
+                    vision=codec.vision,
+                )
+                async with client:
+                    yield FrozenModel(generator=client, codec=codec, pool=fleet.pool, call_parser=client.call_parser)
+            services.cancel_scope.cancel()
+
+
+def _load_codec(own: str, policy: PolicySettings) -> TextCodec:
     return load_codec(str(policy.path), policy.template, setting=f"{own}.path", template_setting=f"{own}.template")
 
 

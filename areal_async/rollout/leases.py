@@ -1,7 +1,7 @@
 """Leasing tickets: as many as there is room for, only while a server can serve, none once the node drains."""
 
 import time
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable, Mapping, Set
 from functools import partial
 
 import anyio
@@ -12,10 +12,13 @@ from areal_async.config.live import settings_now
 from areal_async.config.settings import Settings
 from areal_async.inference.pool import ServerPool
 from areal_async.process.bell import Bell
+from areal_async.protocol.arms import ArmTicket
 from areal_async.protocol.evaluations import EvalTicket
 from areal_async.protocol.run_state import Changes
 from areal_async.protocol.subjects import CHANGES
 from areal_async.protocol.types import Ticket
+from areal_async.rollout.arm_answers import run_arm_ticket
+from areal_async.rollout.arms import ServedArm
 from areal_async.rollout.evaluate import run_eval_ticket
 from areal_async.rollout.group import run_ticket
 from areal_async.rollout.lease import returned_unless_done
@@ -31,6 +34,10 @@ MAX_LEASES_PER_FETCH = 16
 """Nodes that take a few at a time share a short queue evenly."""
 MAX_EVALUATIONS = 128
 """Answered at once, beside the training tickets: an evaluation waits for none of them."""
+MAX_ARM_PROMPTS = 32
+"""Of arms, answered at once, by two sides each."""
+ELSEWHERE_S = 2.0
+"""Pause after which a prompt of an arm that this node does not serve is offered again, to whichever node asks."""
 
 Handler = Callable[[Delivery], Awaitable[None]]
 Task = tuple[Delivery, Handler | None]
@@ -38,12 +45,17 @@ Task = tuple[Delivery, Handler | None]
 
 
 class Leases:
-    """A node's two loops that take tickets."""
+    """A node's loops that take tickets."""
 
     def __init__(
-        self, node: NodeContext, pool: ServerPool, draining: anyio.Event, *, ended_rows: Set[RowKey] = frozenset()
+        self,
+        node: NodeContext,
+        pool: ServerPool,
+        draining: anyio.Event,
+        *,
+        ended_rows: Set[RowKey] = frozenset(),
     ) -> None:
-        """``ended_rows``: of evaluations, which have their result already."""
+        """``ended_rows``: of evaluations and arms, which have their result already."""
         self._node = node
         self._pools = (pool, *(model.pool for model in node.frozen.values()))
         """A workflow without one of its policies would only wait, while its deadline runs."""
@@ -84,6 +96,14 @@ class Leases:
         names = self._node.bus.names
         await self._run(names.eval_stream, names.eval_nodes_consumer, lambda: MAX_EVALUATIONS, self._take_eval_tickets)
 
+    async def run_arm_tickets(self) -> None:
+        """Run prompts of arms: as ``run_tickets``, with room of their own, while this node serves an arm."""
+        names, arms = self._node.bus.names, self._node.arms
+        if arms is not None:
+            take = partial(self._take_arm_tickets, arms.served)
+            capacity, ready = lambda: MAX_ARM_PROMPTS, arms.wait_served
+            await self._run(names.eval_stream, names.arm_nodes_consumer, capacity, take, ready=ready)
+
     async def _take_tickets(self, deliveries: list[Delivery]) -> list[Task]:
         tickets = [(delivery, await self._node.bus.decode(delivery, Ticket)) for delivery in deliveries]
         readable = [(delivery, ticket) for delivery, ticket in tickets if ticket is not None]
@@ -111,14 +131,35 @@ class Leases:
             if ticket is not None
         ]
 
+    async def _take_arm_tickets(self, arms: Mapping[str, ServedArm], deliveries: list[Delivery]) -> list[Task]:
+        tasks: list[Task] = []
+        for delivery in deliveries:
+            ticket = await self._node.bus.decode(delivery, ArmTicket)
+            if ticket is None:
+                continue
+            served = arms.get(ticket.arm_id)
+            if row_key(ticket) in self._ended_rows:
+                tasks.append((delivery, None))
+            elif served is None or not served.is_ready:
+                await delivery.nak(ELSEWHERE_S)
+            else:
+                tasks.append((delivery, partial(run_arm_ticket, self._node, served, ticket)))
+        return tasks
+
     async def _run(
         self,
         stream: str,
         consumer: str,
         capacity: Callable[[], int],
         take: Callable[[list[Delivery]], Awaitable[list[Task]]],
+        *,
+        ready: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Lease up to ``capacity``, which may change; ``take`` says what to do with each ticket that is one."""
+        """Lease up to ``capacity``, which may change; ``take`` says what to do with each ticket that is one.
+
+        Args:
+            ready: waits for what the tickets need beside the node's own servers.
+        """
         num_running = 0
         finished = Bell()
 
@@ -133,6 +174,8 @@ class Leases:
         async def lease() -> None:
             nonlocal num_running
             while True:
+                if ready is not None:
+                    await ready()
                 await self._wait_serviceable()
                 while num_running >= capacity():
                     with wait_graph.on(wait_graph.room(self._node.node_id), waiter=self._name):

@@ -103,9 +103,10 @@ def node_report(node: NodeContext, pool: ServerPool, watchdog: LoopWatchdog, pac
         "loop_lag_p99_s": round(watchdog.lag.p99_s, 4),
         "loop_lag_max_s": round(watchdog.lag.max_s, 4),
         "servers": server_reports(node, pool, pace),
+        "arms": dict(node.arms.hindrances) if node.arms else {},
         "fleet": {
             "num_servers": node.settings.inference.num_servers,
-            "most_servers": most_servers(node.settings),
+            "most_servers": most_servers(node.settings, num_gpus_lent=node.arms.num_gpus if node.arms else 0),
         },
     }
 
@@ -128,7 +129,8 @@ def server_reports(node: NodeContext, pool: ServerPool, pace: Pace) -> dict[str,
 
 def _waits_for(node: NodeContext, pool: ServerPool) -> str:
     """Name what holds the node up, the most telling first; empty when nothing does."""
-    servers = [server for one in _pools(node, pool).values() for server in one.servers.values()]
+    pools = (pool, *(model.pool for model in node.frozen.values()))  # nothing waits for an arm
+    servers = [server for one in pools for server in one.servers.values()]
     fenced = [f"server {server.id} ({server.fence})" for server in servers if server.fence]
     if fenced:
         return ", ".join(fenced)
@@ -141,8 +143,9 @@ def _waits_for(node: NodeContext, pool: ServerPool) -> str:
 
 
 def _pools(node: NodeContext, pool: ServerPool) -> dict[str, ServerPool]:
-    """Return the pool of each policy's servers by its name; that of the trained one by none."""
-    return {"": pool, **{name: model.pool for name, model in node.frozen.items()}}
+    """Return the pool of each policy's servers by its name, and of each arm's; that of the trained one by none."""
+    arms = {f"arm_{one.arm.name}": one.model.pool for one in node.arms.served.values()} if node.arms else {}
+    return {"": pool, **{name: model.pool for name, model in node.frozen.items()}, **arms}
 
 
 def _num_generated_tokens(node: NodeContext, pool: ServerPool) -> int:

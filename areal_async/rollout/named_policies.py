@@ -15,6 +15,7 @@ from functools import partial
 from areal_async.api import Message
 from areal_async.config.settings import PolicySettings, SamplingSettings
 from areal_async.errors import WorkflowError
+from areal_async.inference.call_parser import EngineCallParser
 from areal_async.inference.pool import ServerPool
 from areal_async.inference.scoring import ScoringClient
 from areal_async.rollout.policy.generation import Generator
@@ -32,6 +33,8 @@ class FrozenModel:
     generator: Generator
     codec: TextCodec
     pool: ServerPool
+    call_parser: EngineCallParser | None = None
+    """As ``PolicyMaker.call_parser``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

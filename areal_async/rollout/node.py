@@ -25,9 +25,10 @@ from areal_async.protocol.run_state import LEFT, CardHold, FleetMembers, ServerS
 from areal_async.protocol.subjects import CARD
 from areal_async.protocol.types import WeightsVersion
 from areal_async.protocol.wire import MAX_REASON_CHARACTERS
+from areal_async.rollout.arms import NodeArms
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.frozen import serve_frozen
-from areal_async.rollout.leases import MAX_EVALUATIONS, Leases
+from areal_async.rollout.leases import MAX_ARM_PROMPTS, MAX_EVALUATIONS, Leases
 from areal_async.rollout.metrics import Pace, run_metrics, server_reports
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.policy.text import load_codec
@@ -120,6 +121,14 @@ class _Node:
         if ordered is not None:  # before any server is started that was removed
             self._fleet.resize(ordered.indices)
         max_streams = 2 * settings.rollout.max_trajectories_per_node + MAX_EVALUATIONS + SPARE_STREAMS
+        arms = NodeArms(
+            self._bus,
+            settings,
+            node_id=self._node_id,
+            log_directory=self._log_directory,
+            max_streams=MAX_ARM_PROMPTS + SPARE_STREAMS,
+            num_gpus_taken=self._num_gpus_taken,
+        )
         try:
             async with anyio.create_task_group() as services:
                 for service in (self._fleet.run, self._run_members, self._run_weights, self._run_claims):
@@ -157,6 +166,7 @@ class _Node:
                         codec=codec,
                         workflows=given,
                         frozen=frozen,
+                        arms=arms,
                         endpoint=endpoint,
                         call_parser=client.call_parser,
                         clock=self._fleet.pool.clock,
@@ -172,6 +182,7 @@ class _Node:
                     )
                     log.info("node.started", node_id=self._node_id, workflows=sorted(workflows))
                     ended_rows = await recover(place, self._block_file)
+                    services.start_soon(arms.run)
                     # Not before: importing the tokenizer's library holds everything up.
                     with self._watchdog.watching():
                         await self._run_leases(place, ended_rows, grace_s)
@@ -195,7 +206,15 @@ class _Node:
             async with anyio.create_task_group() as loops:
                 loops.start_soon(leases.run_tickets)
                 loops.start_soon(leases.run_eval_tickets)
+                loops.start_soon(leases.run_arm_tickets)
             work.cancel_scope.cancel()
+
+    def _num_gpus_taken(self) -> int:
+        """Return how many GPUs, from the first, servers of policies have; those that were added among them."""
+        settings = self._settings
+        last = max(self._fleet.wanted, default=0)
+        num_added = max(0, last + 1 - settings.inference.num_servers)
+        return settings.num_inference_gpus + num_added * settings.inference.tensor_parallel
 
     async def _run_weights(self) -> None:
         """Follow the announced versions; the supervisors change their servers to the newest."""

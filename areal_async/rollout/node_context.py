@@ -13,6 +13,7 @@ from areal_async.errors import UserError
 from areal_async.process.pausable_clock import PausableClock
 from areal_async.protocol.publish_log import PublishLog
 from areal_async.protocol.types import Slot, SlotStatus
+from areal_async.rollout.arms import NodeArms
 from areal_async.rollout.backpressure import Backpressure
 from areal_async.rollout.endpoint.policy import PolicyMaker
 from areal_async.rollout.named_policies import FrozenModel, FrozenReward
@@ -58,6 +59,8 @@ class NodeContext(PolicyMaker):
     workflows: Mapping[str, Workflow | GroupWorkflow]
     frozen: Mapping[str, FrozenModel | FrozenReward] = field(default_factory=dict)
     """The models that are not trained, by the names of their policies."""
+    arms: NodeArms | None = None
+    """None where no node runs, as in a trial."""
     clock: PausableClock = field(default_factory=PausableClock)
     """What deadlines of episodes go by."""
     counts: Counts = field(default_factory=Counts)

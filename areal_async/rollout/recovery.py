@@ -10,6 +10,7 @@ import structlog
 
 from areal_async.protocol.evaluations import EvalResult, EvalTicket
 from areal_async.protocol.types import Slot, SlotStatus, StoredMessage, Ticket
+from areal_async.rollout.arm_answers import publish_pair
 from areal_async.rollout.evaluate import publish_result
 from areal_async.rollout.group import stored_messages
 from areal_async.rollout.node_context import NodeContext
@@ -34,11 +35,11 @@ async def recover(node: NodeContext, file: LoopBlockFile) -> set[RowKey]:
 
     consumes:     the file that it left
     waits for:    room in the stream
-    produces:     a failed slot for that work, or the result of a held-out row
+    produces:     a failed slot for that work, or the result of a held-out row or of an arm's prompt
     unblocked by: the stream having room
 
     Returns:
-        Rows of evaluations that have their result and need only be acknowledged.
+        Rows of evaluations, and prompts of arms, that have their result and need only be acknowledged.
     """
     block = file.read()
     ended: set[RowKey] = set()
@@ -49,6 +50,10 @@ async def recover(node: NodeContext, file: LoopBlockFile) -> set[RowKey]:
             result = EvalResult(eval_id=row.eval_id, index=row.index, error=block.reason, sample=row.sample)
             await publish_result(node, row, result)
             ended.add(row_key(row))
+        if (asked := work.arm_ticket) is not None:
+            result = EvalResult(eval_id=asked.eval_id, index=asked.index, error=block.reason)
+            await publish_pair(node, asked, pinned=result, newest=result)
+            ended.add(row_key(asked))
         log.warning("blockage.recorded", workflow=work.workflow, slot=work.name, at=block.place)
     file.remove()
     return ended

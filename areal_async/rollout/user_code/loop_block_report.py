@@ -12,6 +12,7 @@ import msgspec
 
 from areal_async.errors import WireError
 from areal_async.process.atomic_folders import write_whole
+from areal_async.protocol.arms import ArmTicket
 from areal_async.protocol.evaluations import EvalTicket
 from areal_async.protocol.types import Ticket
 from areal_async.protocol.wire import decode_json
@@ -27,7 +28,7 @@ HELD_UP = "held up the event loop"
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What a task is for: one slot of a group, or one row of an evaluation."""
+    """What a task is for: one slot of a group, one row of an evaluation, or one side of an arm's prompt."""
 
     workflow: str
     name: str
@@ -38,6 +39,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """One call for all siblings: they fail together."""
     sample_uid: str = ""
     eval_ticket: EvalTicket | None = None
+    arm_ticket: ArmTicket | None = None
 
 
 class LoopBlock(msgspec.Struct, frozen=True, kw_only=True):

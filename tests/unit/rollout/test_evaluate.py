@@ -11,7 +11,7 @@ from areal_async.errors import Reject, WorkflowError
 from areal_async.protocol.evaluations import EvalTicket
 from areal_async.protocol.types import Prompt
 from areal_async.protocol.wire import encode
-from areal_async.rollout.evaluate import _answer
+from areal_async.rollout.evaluate import answer_row
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.user_code.loop_block_report import Work
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
@@ -54,9 +54,10 @@ async def test_a_row_ends_with_its_reward_or_its_error(settings: Settings, actio
 
     ticket = EvalTicket(eval_id="1-0", index=3, workflow="w", row={})
 
-    result = await _answer(
-        node, ticket, Prompt(epoch=0, index=3, row={}), Work(workflow="w", name="1-0/3", eval_ticket=ticket)
-    )
+    work = Work(workflow="w", name="1-0/3", eval_ticket=ticket)
+    policy = node.policy(settings.eval_sampling_of("w"), "eval.1-0.3")
+
+    result = await answer_row(node, policy, ticket, Prompt(epoch=0, index=3, row={}), work, settings=settings)
 
     assert result.error.startswith(error)
     assert bool(result.error) is bool(error)
