@@ -292,7 +292,7 @@ DECODERS: tuple[Decoder, ...] = (
     of_record(_EVALUATION),
     of_record(arms.ArmTicket(eval_id="1-2", index=3, workflow="gsm8k", row={}, arm="old", arm_id="old-1", number=7)),
     of_record(arms.ArmResult(arm_id="old-1", number=7, pinned=_ANSWER, newest=_ANSWER)),
-    of_record(arms.Arms(by_name={"old": _ARM}, removed=["new"])),
+    of_record(arms.Arms(by_name={"old": _ARM}, ordered=["new"])),
     of_record(arms.ArmState(arm_id="old-1", num_asked=4, open=[arms.OpenPrompt(3, 1)], levels={"-100": 2}, low=-0.5)),
     of_record(types.LineageRecord(lineage=2)),
     of_record(types.CheckpointRecord(version="1-4", path="/runs/r/checkpoints/1-4")),

@@ -201,6 +201,7 @@ def check_served(settings: Settings, *, asks_hub: bool = True) -> None:
         UserError: as ``check_model`` and ``check_tokenizer``.
     """
     frozen = {f"policies.{name}.path": str(policy.path) for name, policy in settings.frozen_policies.items()}
+    frozen |= {f"arms.{name}.path": arm.path for name, arm in settings.arms.items()}
     for setting, path in {"model.path": settings.model.path, **frozen}.items():
         check_model(path, setting, asks_hub=asks_hub)
         check_tokenizer(path, setting)

@@ -1,15 +1,16 @@
-"""How a policy speaks, and the models that a workflow takes beside the one under training."""
+"""How a policy speaks, and the models beside the one under training: those that workflows take, and arms."""
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from areal_async.config.section import HubPath, Section
 from areal_async.config.template import TemplateSettings
-from areal_async.protocol.fields import MAX_SERVER_RANKS, MAX_TEMPERATURE, MAX_TOP_K
+from areal_async.protocol.arms import ARM_NAME, MAX_ARMS, PARTS
+from areal_async.protocol.fields import MAX_REWARD, MAX_SERVER_RANKS, MAX_TEMPERATURE, MAX_TOP_K
 
 POLICY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,47}")
 """A Python parameter, and part of a server's id."""
@@ -202,4 +203,50 @@ def check_names(names: Iterable[str]) -> None:
         raise ValueError(
             f"policies: got the name {bad[0]!r}, need up to 48 letters, digits and _, as a Python parameter is called, "
             f"and none of {', '.join(TAKEN_NAMES)}"
+        )
+
+
+class ArmSettings(Section):
+    """A model that answers additional prompts beside the run; versions of the run itself come by ``arm add``."""
+
+    path: HubPath
+    """Hugging Face folder or hub name."""
+    share: float = Field(default=0.1, ge=1 / PARTS, le=1)
+    """Additional prompts for each one that is admitted, answered once by the arm and once by the newest weights; they
+    take no credit and are never trained."""
+    alpha: float = Field(default=0.05, gt=0, lt=1)
+    """Chance that an arm is ever told apart from weights that are as good, however often one looks."""
+    reach: float = Field(default=1.0, gt=0, le=2 * MAX_REWARD)
+    """Largest size of a difference of two rewards: 1 for rewards from 0 to 1. A pair beyond is counted as failed."""
+
+
+def check_arms(arms: Collection[str]) -> None:
+    """Refuse a name that no server's id could have, and too many.
+
+    Raises:
+        ValueError: there is one.
+    """
+    bad = [name for name in arms if not re.fullmatch(ARM_NAME, name)]
+    if bad:
+        raise ValueError(f"arms: got the name {bad[0]!r}, need up to 48 letters, digits and _, no digit first")
+    if len(arms) > MAX_ARMS:
+        raise ValueError(f"arms: got {len(arms)}, need at most {MAX_ARMS}")
+
+
+def refuse_own_servers(frozen: Collection[str], arms: Collection[str], *, colocate: str) -> None:
+    """Refuse models with servers of their own where servers share their GPUs with the trainer.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if frozen:
+        raise ValueError(
+            f"policies.{min(frozen)}.path: got a model of its own with inference.colocate={colocate}, need policies of "
+            "the trained model alone: its servers would take memory that the trainer counts on; leave colocate out, "
+            "or the policy"
+        )
+    if arms:
+        raise ValueError(
+            f"arms.{min(arms)}: got an arm with inference.colocate={colocate}, need none: its servers would take "
+            "memory that the trainer counts on; leave colocate out, or the arm"
         )

@@ -15,7 +15,8 @@ from areal_async.config.health import HealthSettings as HealthSettings
 from areal_async.config.launch import LaunchSettings as LaunchSettings
 from areal_async.config.lora import LoraSettings as LoraSettings
 from areal_async.config.metrics import MetricsSettings as MetricsSettings
-from areal_async.config.policy import TRUNCATION_REMEDY, check_names
+from areal_async.config.policy import TRUNCATION_REMEDY, check_arms, check_names, refuse_own_servers
+from areal_async.config.policy import ArmSettings as ArmSettings
 from areal_async.config.policy import PolicySettings as PolicySettings
 from areal_async.config.policy import SamplingSettings as SamplingSettings
 from areal_async.config.section import HubPath, LocalPath, OutputPath, ProgramPath
@@ -329,6 +330,8 @@ class Settings(Section):
     rollout: RolloutSettings = RolloutSettings()
     policies: dict[str, PolicySettings] = {}
     """Policies that workflows take beside ``policy``, by the name of the parameter."""
+    arms: dict[str, ArmSettings] = {}
+    """Models that answer additional prompts, by the names of the arms."""
     endpoint: EndpointSettings = EndpointSettings()
     inference: InferenceSettings = InferenceSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
@@ -348,12 +351,9 @@ class Settings(Section):
                 "tasks: got a ratio of 0 for every one, need one over 0 at least; else nothing is admitted"
             )
         check_names(self.policies)
-        if self.inference.colocate is not None and self.frozen_policies:
-            raise ValueError(
-                f"policies.{min(self.frozen_policies)}.path: got a model of its own with "
-                f"inference.colocate={self.inference.colocate}, need policies of the trained model alone: its servers "
-                "would take memory that the trainer counts on; leave colocate out, or the policy"
-            )
+        check_arms(self.arms)
+        if self.inference.colocate is not None:
+            refuse_own_servers(self.frozen_policies, self.arms, colocate=self.inference.colocate)
         self.trainer.lora.check_servers(backend=self.inference.backend, transfer=self.inference.weight_transfer)
         for rollout in (self.rollout, *map(self._checked_rollout, range(len(self.tasks)))):
             self.algorithm.check_run(max_new_tokens=rollout.sampling.max_new_tokens)

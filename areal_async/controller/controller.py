@@ -28,6 +28,7 @@ from areal_async.config.live import settings_now
 from areal_async.config.settings import Settings
 from areal_async.controller.accounts import ENDED_EARLY, Accounts, Readmission
 from areal_async.controller.admission import Admission, AdmissionOrder, left_over, missing_for_admission, next_admission
+from areal_async.controller.arm_orders import ArmOrders
 from areal_async.controller.arms import ArmQuestions
 from areal_async.controller.book_keeping import BooksSnapshots
 from areal_async.controller.curriculum import Visits
@@ -51,6 +52,7 @@ from areal_async.protocol.staleness import max_groups_in_flight
 from areal_async.protocol.subjects import ADMITTED, CHANGES, CONTROL, RUN_STATE
 from areal_async.protocol.types import Admitted, Cut, GroupId, Outcome, OutcomeKind, Ticket, Version, WeightsVersion
 from areal_async.telemetry import spans, wait_graph
+from areal_async.versions import arms
 from areal_async.vision.spec import VisionSpec
 
 SERVER_POLL_S = 0.1
@@ -113,7 +115,9 @@ class Controller:
             detector=detector or FailureDetector(),
             hold=TrainersHold(settings, silence_s=silence_after(settings.run.watchdog_s)),
         )
-        self._arms = ArmQuestions(bus, tasks, accounts, row_at=self._row_at)
+        file = settings.run_directory / arms.FILE
+        self._arms = ArmQuestions(bus, tasks, accounts, row_at=self._row_at, file=file)
+        self._arm_orders = ArmOrders(bus, settings, tasks, lambda: accounts.admitted)
         self._hosts = HostOrders(bus, settings)
         self._tags = TagOrders(bus, settings)
         self._fleets = FleetOrders(bus, settings.run_directory, lambda: self._liveness.present)
@@ -132,6 +136,7 @@ class Controller:
         """
         await self._take_over()
         self._order = AdmissionOrder(self._settings, self._tasks, self._visits, record=self._accounts.admitted)
+        await self._arm_orders.take_up_settings()
         control, _ = await self._bus.get(CONTROL, Control)  # before anything is admitted: a pause outlives a controller
         self._steering.control = control or Control()
         changes, _ = await self._bus.get(CHANGES, Changes)
@@ -337,6 +342,7 @@ class Controller:
                 *self._fleets.endpoints,
                 *self._hosts.endpoints,
                 *self._tags.endpoints,
+                *self._arm_orders.endpoints,
             ],
         ):
             async for control in self._bus.watch_key(CONTROL, Control):

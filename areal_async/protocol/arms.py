@@ -4,7 +4,7 @@ One ticket is for one prompt of one arm; its node answers it twice, with the arm
 under training, and stores one result. So a pair is whole or not there.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -21,7 +21,10 @@ MAX_OPEN = 64
 LEVELS = 100
 """A difference is kept as a whole number of so many parts of the largest, either way."""
 
-ArmName = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]{0,47}\Z")]
+MAX_PATH_CHARACTERS = 4096
+
+ARM_NAME = "[A-Za-z_][A-Za-z0-9_]{0,47}"
+ArmName = Annotated[str, Meta(pattern=rf"\A{ARM_NAME}\Z")]
 """Part of a server's id, as the name of a frozen policy is."""
 Share = Annotated[float, Meta(ge=1 / PARTS, le=1.0)]
 Alpha = Annotated[float, Meta(gt=0.0, lt=1.0)]
@@ -36,9 +39,9 @@ class Arm(Record, frozen=True, kw_only=True):
     """Another for each arm that ever had this name."""
     version: OptionalVersionText = ""
     """Weights version of the run; empty for a model from elsewhere."""
-    path: str
+    path: Annotated[str, Meta(min_length=1, max_length=MAX_PATH_CHARACTERS)]
     """Folder of its model, or a hub name, as nodes find it."""
-    share: Share
+    share: Share = 0.1
     """Its prompts for each one that is admitted."""
     alpha: Alpha = 0.05
     """Chance that it is ever told apart from weights that are as good."""
@@ -73,8 +76,8 @@ class Arms(Record, frozen=True, kw_only=True):
     """KV ``arms``: those that nodes are to serve. The controller writes it, on an order or from the settings."""
 
     by_name: dict[ArmName, Arm] = {}
-    removed: list[ArmName] = []
-    """Those of the settings that an operator has taken away: no start brings them back."""
+    ordered: list[ArmName] = []
+    """Those about which an operator has decided: the settings do no more."""
 
 
 Level = Annotated[str, Meta(pattern=r"\A-?[0-9]{1,3}\Z")]
@@ -156,3 +159,24 @@ class ArmState(Record, frozen=True, kw_only=True):
     def difference(self) -> float | None:
         """Mean reward of the arm less that of the newest weights."""
         return (self.pinned_total - self.newest_total) / self.num_pairs if self.num_pairs else None
+
+
+def summary(arm: Arm, state: ArmState) -> dict[str, Any]:
+    """Return what people and dashboards see of an arm; numbers that nothing is known of yet are None."""
+    return {
+        "version": arm.version or arm.path,
+        "share": arm.share,
+        "alpha": arm.alpha,
+        "num_asked": state.num_asked,
+        "num_open": len(state.open),
+        "num_pairs": state.num_pairs,
+        "num_wins": state.num_wins,
+        "num_losses": state.num_losses,
+        "num_failed": state.num_failed,
+        "last_failure": state.last_failure,
+        "difference": state.difference,
+        "low": state.low if state.num_pairs else None,
+        "high": state.high if state.num_pairs else None,
+        "decided_at": state.decided_at,
+        "compared_with": state.newest if state.oldest == state.newest else f"{state.oldest} to {state.newest}",
+    }

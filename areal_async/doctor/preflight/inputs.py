@@ -32,6 +32,7 @@ def check_models(settings: Settings) -> tuple[list[PreflightFinding], dict[str, 
         if role in settings.algorithm.needs_models:
             wanted[role] = settings.model.for_role(role).path
     wanted |= {f"of policy {name}": str(one.path) for name, one in settings.frozen_policies.items()}
+    wanted |= {f"of arm {name}": one.path for name, one in settings.arms.items()}
     for role, path in wanted.items():
         findings += guarded(f"model {role}", look, role, path)
     return findings, sizes

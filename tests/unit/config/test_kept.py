@@ -21,6 +21,7 @@ MAY_CHANGE = {
     "rollout.sampling": SAMPLING,
     "policies.*": "num_servers tensor_parallel context_length dtype",
     "policies.*.sampling": SAMPLING,
+    "arms.*": "path share alpha reach",
     "inference": """backend python num_servers tensor_parallel colocate interrupt weight_transfer disk_every
         transfer_deadline_s bucket_bytes num_threads context_length max_running_requests stream_interval flags
         tool_call_parser first_token_deadline_s between_tokens_deadline_s total_deadline_s start_deadline_s""",
