@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import anyio
 import msgspec
@@ -20,9 +21,9 @@ from areal_async.controller.tasks import Tasks
 from areal_async.errors import ConflictError, FencedError
 from areal_async.process.bell import Bell
 from areal_async.process.failpoints import failpoint
-from areal_async.protocol.arms import LEVELS, MAX_OPEN, Arm, ArmResult, Arms, ArmState, ArmTicket, OpenPrompt
+from areal_async.protocol.arms import LEVELS, MAX_OPEN, Arm, ArmResult, Arms, ArmState, ArmTicket, OpenPrompt, summary
 from areal_async.protocol.evaluations import EvalResult
-from areal_async.protocol.events import ArmDecided
+from areal_async.protocol.events import ArmDecided, now
 from areal_async.protocol.subjects import ARMS
 from areal_async.protocol.types import Version
 from areal_async.telemetry import spans, wait_graph
@@ -37,6 +38,8 @@ FULL_SHARE = 0.25
 """Share of the stream's bytes from which on no arm is asked more: evaluations have room beside them."""
 MAX_NEW = 16
 """Prompts of one arm that are asked at once: rows may be large."""
+LINE_S = 5.0
+"""Time between two lines about an arm."""
 LOST_LOOKS = 2
 """Looks in a row at which neither a ticket nor a result was there of what is missing."""
 
@@ -55,6 +58,8 @@ class _Asked:
     """Open prompts whose tickets this process has stored, each with its attempt."""
     results: dict[int, tuple[ArmResult, Delivery | None]] = field(default_factory=dict)
     """Results that wait for those of earlier prompts; without a message where it was lost."""
+    written_s: float = -math.inf
+    """When a line was written of it last."""
     num_looks: int = 0
     """In a row, at which all that is missing was lost."""
 
@@ -71,8 +76,9 @@ class _Asked:
 class ArmQuestions:
     """Asks the arms of one run, and counts what they answer."""
 
-    def __init__(self, bus: Bus, tasks: Tasks, accounts: Accounts, *, row_at: Callable[[int], int]) -> None:
-        """``row_at`` returns the row at a place in the order of the data."""
+    def __init__(self, bus: Bus, tasks: Tasks, accounts: Accounts, *, row_at: Callable[[int], int], file: Path) -> None:
+        """Take what returns the row at a place in the order of the data, and where lines about arms are written."""
+        self._file = file
         self._bus = bus
         self._tasks = tasks
         self._accounts = accounts
@@ -117,7 +123,9 @@ class ArmQuestions:
         """Know exactly the arms that are wanted now, and remove what is stored for any others."""
         wanted = {arm.arm_id: arm for arm in (self._wanted or Arms()).by_name.values()}
         for gone in self._asked.keys() - wanted.keys():
-            log.info("arm.removed", name=self._asked.pop(gone).arm.name)
+            last = self._asked.pop(gone)
+            self._write(last, is_last=True)
+            log.info("arm.removed", name=last.arm.name)
         for arm_id in wanted.keys() - self._asked.keys():
             self._asked[arm_id] = await self._read(wanted[arm_id])
             log.info("arm.taken_up", **msgspec.structs.asdict(wanted[arm_id]))
@@ -185,6 +193,8 @@ class ArmQuestions:
             del asked.results[result.number]
         await self._bus.settle([delivery for _, delivery in done if delivery is not None])
         await self._publish(asked)
+        if done:
+            self._write(asked)
         if state.decided_at and not state.is_told:
             await self._tell(asked)
 
@@ -197,6 +207,20 @@ class ArmQuestions:
                 f"arm {asked.arm.name}: another controller of this run counts; this one must stop"
             ) from exc
         asked.state = state
+
+    def _write(self, asked: _Asked, *, is_last: bool = False) -> None:
+        """Add a line about an arm, not too often: curves are made of them."""
+        now_s = anyio.current_time()
+        if now_s - asked.written_s < LINE_S and asked.state.is_told == bool(asked.state.decided_at) and not is_last:
+            return
+        asked.written_s = now_s
+        held = self._accounts.held
+        line = {"at": now(), "step": held.step if held is not None else 0, "name": asked.arm.name}
+        try:
+            with self._file.open("ab") as file:
+                file.write(msgspec.json.encode(line | summary(asked.arm, asked.state)) + b"\n")
+        except OSError as exc:  # curves lack a point, and the run goes on
+            log.warning("arm.not_written", cause=str(exc))
 
     def _open(self, arm: Arm, number: int) -> OpenPrompt:
         return OpenPrompt(index=self._row_at(arm.position(number)))
@@ -336,24 +360,3 @@ def decided(arm: Arm, state: ArmState) -> ArmDecided:
         f"newest weights by {abs(difference):.3f} ({state.low:+.3f} to {state.high:+.3f} at alpha {arm.alpha:g}, "
         f"{state.num_pairs} pairs)",
     )
-
-
-def summary(arm: Arm, state: ArmState) -> dict[str, object]:
-    """Return what people and dashboards see of an arm."""
-    return {
-        "version": arm.version or arm.path,
-        "share": arm.share,
-        "alpha": arm.alpha,
-        "num_asked": state.num_asked,
-        "num_open": len(state.open),
-        "num_pairs": state.num_pairs,
-        "num_wins": state.num_wins,
-        "num_losses": state.num_losses,
-        "num_failed": state.num_failed,
-        "last_failure": state.last_failure,
-        "difference": state.difference,
-        "low": state.low if state.num_pairs else None,
-        "high": state.high if state.num_pairs else None,
-        "decided_at": state.decided_at,
-        "newest": state.newest,
-    }

@@ -1,4 +1,4 @@
-"""A run's files followed onto boards: each line of ``metrics.jsonl`` and ``eval.jsonl``, once.
+"""A run's files followed onto boards: each line of ``metrics.jsonl``, ``eval.jsonl`` and ``arms.jsonl``, once.
 
 The launcher does it, which outlives every other process: boards show what the files say, also after a restart. Boards
 that cannot be written, as on a full disk, are given up with a warning: they never end a run.
@@ -15,6 +15,7 @@ from areal_async.config.settings import Settings
 from areal_async.process.json_lines import JsonLines, Line
 from areal_async.protocol.types import Version
 from areal_async.telemetry.exporters.curves import Curves
+from areal_async.versions.arms import FILE
 
 INTERVAL_S = 2.0
 
@@ -29,6 +30,7 @@ class BoardWriter:
         self._curves = Curves(settings, directory)
         self._steps_file = JsonLines(directory / "metrics.jsonl")
         self._evaluations_file = JsonLines(directory / "eval.jsonl")
+        self._arms_file = JsonLines(directory / FILE)
         self._told_steps = array("q")
         """The training step of each line that the boards were given."""
         self._is_given_up = False
@@ -70,6 +72,9 @@ class BoardWriter:
                 step=Version.parse(str(line.get("eval_id"))).step,
                 prefix=f"eval/{line['workflow']}/" if line.get("workflow") else "eval/",
             )
+        for line in self._arms_file.read_new().lines:
+            numbers = {key: line.get(key) for key in ("difference", "low", "high", "num_pairs")}
+            self._curves.add(numbers, step=_step(line), prefix=f"arm/{line.get('name')}/")
         self._curves.flush()
 
 

@@ -25,8 +25,9 @@ from areal_async.monitor.register import read_register
 from areal_async.monitor.token_text import visible
 from areal_async.monitor.view import number
 from areal_async.process.json_lines import decode_object, read_last_json_line
+from areal_async.protocol.arms import Arms, ArmState, summary
 from areal_async.protocol.run_state import LEFT, Changes, Control, CrewState, RunState, ServerState
-from areal_async.protocol.subjects import CHANGES, CONTROL, RUN_STATE
+from areal_async.protocol.subjects import ARM_STATES, ARMS, CHANGES, CONTROL, RUN_STATE
 from areal_async.protocol.types import Record, Version, WeightsVersion
 from areal_async.telemetry.reports import servers_in
 from areal_async.versions import tags
@@ -112,6 +113,8 @@ class Status:
     """Settings that were changed while the run went on, and hold."""
     shares: dict[str, float] = field(default_factory=dict)
     """Each task's share of the prompts that are admitted now."""
+    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What each arm has come to; ``not_served`` says which nodes cannot have it, and why."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """What has happened last, oldest first; ``teller`` is the role and the instance that told it."""
     notes: list[str] = field(default_factory=list)
@@ -178,6 +181,7 @@ async def read_snapshot(
     async def ask_keys() -> None:
         servers.update(await bus.entries("server.", ServerState))
         wanted: dict[str, type[Record]] = {"crew.": CrewState, names.weights_key(): WeightsVersion}
+        wanted |= {ARMS: Arms, ARM_STATES: ArmState}
         records.update(await bus.records(wanted | {RUN_STATE: RunState, CONTROL: Control, CHANGES: Changes}))
 
     async def ask_streams() -> None:
@@ -228,6 +232,7 @@ async def read_snapshot(
         servers=listed,
         changes=dict(held_changes(settings, record_at(records, CHANGES, Changes) or Changes())),
         shares=dict(books.get("shares", {})),
+        arms=arms_of(records, reports),
         events=events,
         notes=[*notes_of(state, members, listed), *alarm_notes(reports)],
     )
@@ -237,6 +242,18 @@ def record_at(records: Mapping[str, Record], key: str, kind: type[R]) -> R | Non
     """Return the record at a key, where there is one of that kind."""
     found = records.get(key)
     return found if isinstance(found, kind) else None
+
+
+def arms_of(records: Mapping[str, Record], reports: Reports) -> dict[str, dict[str, Any]]:
+    """Return what each arm has come to, by its name. Pure."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, arm in (record_at(records, ARMS, Arms) or Arms()).by_name.items():
+        state = record_at(records, f"{ARM_STATES}{name}", ArmState)
+        known = state if state is not None and state.arm_id == arm.arm_id else ArmState(arm_id=arm.arm_id)
+        told = {instance: report.get("arms") for (role, instance), report in sorted(reports.items()) if role == "node"}
+        not_served = {node: str(arms[name]) for node, arms in told.items() if isinstance(arms, dict) and name in arms}
+        found[name] = {**summary(arm, known), "by": arm.by, "at": arm.at, "not_served": not_served}
+    return found
 
 
 def newest_step(settings: Settings, reports: Reports) -> dict[str, Any]:

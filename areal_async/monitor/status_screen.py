@@ -9,6 +9,7 @@ from areal_async.monitor.durations import duration_text, seconds_since
 from areal_async.monitor.snapshot import ENDED, OK, OVER, Status
 from areal_async.monitor.token_text import shown
 from areal_async.monitor.view import event_text, number
+from areal_async.versions.arms import arm_text
 from areal_async.versions.evaluated import figure
 
 
@@ -28,6 +29,7 @@ def render(status: Status) -> Iterable[Table | Text]:
         "changed": ", ".join(f"{setting} = {value:.12g}" for setting, value in status.changes.items()),
         "mix": ", ".join(f"{task} {share:.1%}" for task, share in status.shares.items()),
     }
+    facts |= {f"arm {name}": arm_text(arm) for name, arm in status.arms.items()}
     table = Table.grid(padding=(0, 2))
     for name, fact in facts.items():
         if fact:

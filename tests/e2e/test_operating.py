@@ -226,6 +226,7 @@ def _compare_after_the_trainer(run: Run, before: dict[int, tuple[float, int]]) -
 
 
 GUIDE, BUS_GUIDE = "areal_async/cli/README.md", "areal_async/bus/README.md"
+MONITOR_GUIDE = "areal_async/monitor/README.md"
 
 
 def _blocks(file: str, language: str) -> list[str]:
@@ -261,6 +262,20 @@ TOLD = {
 """What is told, in either form, by the last of these that a line of the chapter begins with or has in it."""
 A_GROUP = "0-17-0"
 """Any group, in the chapter."""
+
+
+def test_a_version_is_an_arm_for_as_long_as_the_chapter_has_it(live: Run) -> None:
+    directory = live.directory.parents[1]
+    (block,) = _blocks(MONITOR_GUIDE, "console")
+    adding, listing, removing = (shlex.split(command, comments=True)[1:] for command, _ in commands(block))
+    wait_until(lambda: any(live.directory.glob("checkpoints/*-*")), "a checkpoint")
+
+    assert "prompts more for each that is admitted" in _run(directory, *adding)
+    wait_until(lambda: look(live).arms["before"]["num_pairs"] > 0, "a pair")
+    assert re.search(r"before  \d-\d+: (not told apart|better|worse)", _run(directory, *listing))
+    assert "is asked nothing more" in _run(directory, *removing)
+    assert look(live).arms == {}
+    assert not any(live.directory.glob("arms/*")), "its model goes with it"
 
 
 def test_every_line_with_the_nats_tool_tells_what_the_chapter_says(live: Run, tmp_path: Path) -> None:

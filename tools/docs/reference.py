@@ -145,6 +145,7 @@ def metrics() -> str:
     """Return every number that a run tells: of a step, and of each role."""
     roles = {
         "controller": samples.CONTROLLER,
+        "arm": samples.ARM,
         "node": samples.NODE,
         "server": samples.SERVER,
         "trainer": samples.TRAINER,

@@ -8,6 +8,7 @@ from areal_async.monitor.report.picture import write_picture
 from areal_async.monitor.view import STEP_PARTS, by_task, number
 from areal_async.process.json_lines import Line, read_json_lines
 from areal_async.protocol.types import mean
+from areal_async.versions.arms import FILE, arm_text
 from areal_async.versions.evaluated import answers, failures, figure, kind
 
 NUM_EDGE_STEPS = 5
@@ -16,6 +17,7 @@ NUM_EDGE_STEPS = 5
 PLACES = {
     "metrics.jsonl": "one line per step",
     "eval.jsonl": "one line per evaluation",
+    "arms.jsonl": "what each arm has come to, one line now and then",
     "evaluations": "one line per answer to a held-out row",
     "reward.png": "reward, evaluation and staleness per step",
     "model": "the trained model, a Hugging Face folder",
@@ -38,6 +40,8 @@ def summarise(settings: Settings) -> list[str]:
         curves = {f"{_label(part[-1])}, held out {name}".strip(): part for name, part in evaluations.items() if part}
         write_picture(steps, curves, directory / "reward.png")
         accuracies = [text for workflow, part in evaluations.items() for text in _accuracy_texts(workflow, part)]
+        arms = {str(line.get("name")): line for line in read_json_lines(directory / FILE)}
+        accuracies += [f"arm {name} {arm_text(line)}" for name, line in arms.items()]
         lines = [_reward_text(steps), *accuracies, _time_text(steps), _tokens_text(steps)]
         lines += advice(steps, evaluations, settings)
     return lines + [

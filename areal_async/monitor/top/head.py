@@ -9,6 +9,7 @@ from areal_async.monitor.snapshot import Status
 from areal_async.monitor.token_text import shown
 from areal_async.monitor.top.view import TopView
 from areal_async.monitor.view import number, reward_text, trained_tokens_per_s
+from areal_async.versions.arms import arm_text
 from areal_async.versions.evaluated import figure
 
 MAX_ALARMS = 3
@@ -38,8 +39,9 @@ def head_lines(view: TopView, width: int) -> Iterator[Text]:
         "groups": _groups(view, status),
         "stored": status.stored_text,
     }
+    facts |= {f"arm {name}": arm_text(arm) for name, arm in status.arms.items()}
     for name, fact in facts.items():
-        yield Text.assemble((f"{name:<10}", "bold"), shown(fact))
+        yield Text.assemble((f"{name:<9} ", "bold"), shown(fact))
     alarms = status.notes[:MAX_ALARMS]
     if len(status.notes) > MAX_ALARMS:
         alarms[-1] = f"and {len(status.notes) - MAX_ALARMS + 1} alarms more"

@@ -42,6 +42,14 @@ CONTROLLER = (
     Field("quiet_s", "areal_quiet_seconds", "Time since anything in the run made progress."),
     Field("num_dead_letters", "areal_dead_letters_total", "Messages that this process could not use."),
 )
+ARM = (
+    Field("difference", "areal_arm_difference", "Mean reward of an arm less that of the newest weights."),
+    Field("low", "areal_arm_difference_low", "Lower end of its confidence sequence."),
+    Field("high", "areal_arm_difference_high", "Upper end of its confidence sequence."),
+    Field("num_asked", "areal_arm_prompts_total", "Prompts that an arm was asked."),
+    Field("num_pairs", "areal_arm_pairs_total", "Prompts to which both sides have a reward."),
+    Field("num_failed", "areal_arm_failed_total", "Prompts to which a side has none."),
+)
 NODE = (
     Field("num_groups_running", "areal_groups_running", "Groups that this node works on."),
     Field("num_trajectories_running", "areal_trajectories_running", "Workflows running."),
@@ -127,6 +135,8 @@ def samples(role: str, report: Mapping[str, Any]) -> Iterator[MetricSample]:
     match role:
         case "controller":
             yield from _read(CONTROLLER, report)
+            for name, arm in (report.get("arms") or {}).items():
+                yield from (one._replace(labels={"arm": name}) for one in _read(ARM, arm))
         case "node":
             yield from _read(NODE, report)
             for server_id, server in servers_in(report).items():

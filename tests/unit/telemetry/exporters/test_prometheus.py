@@ -20,6 +20,7 @@ from areal_async.config.settings import MetricsSettings, RunSettings, Settings
 from areal_async.errors import UserError
 from areal_async.telemetry.exporters.prometheus import HOST, NAMESPACE, PID, _own_labels, exporting, write_target
 from areal_async.telemetry.exporters.samples import (
+    ARM,
     CONTROLLER,
     NODE,
     SERVER,
@@ -191,7 +192,7 @@ async def test_an_address_of_another_host_is_said_in_one_sentence(tmp_path: Path
 
 def test_every_number_that_the_alerts_and_the_dashboard_name_is_exported() -> None:
     """A renamed metric must not leave a panel empty or an alert silent."""
-    exported = {field.name for fields in (CONTROLLER, NODE, SERVER, TRAINER) for field in fields}
+    exported = {field.name for fields in (ARM, CONTROLLER, NODE, SERVER, TRAINER) for field in fields}
     exported |= {sample.name for sample in step_samples(dict.fromkeys(STEP, 1.0) | {"reward/gsm8k": 1.0})}
     exported |= {"areal_server_fenced", "areal_server_weights_step", "areal_disk_free_bytes", "areal_disk_size_bytes"}
     exported |= {"up", "process_resident_memory_bytes", "process_cpu_seconds_total"}
