@@ -103,7 +103,7 @@ def node_report(node: NodeContext, pool: ServerPool, watchdog: LoopWatchdog, pac
         "loop_lag_p99_s": round(watchdog.lag.p99_s, 4),
         "loop_lag_max_s": round(watchdog.lag.max_s, 4),
         "servers": server_reports(node, pool, pace),
-        "arms": dict(node.arms.hindrances) if node.arms else {},
+        "arms": {name: why[:200] for name, why in node.arms.hindrances.items()} if node.arms else {},
         "fleet": {
             "num_servers": node.settings.inference.num_servers,
             "most_servers": most_servers(node.settings, num_gpus_lent=node.arms.num_gpus if node.arms else 0),

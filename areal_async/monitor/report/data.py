@@ -26,6 +26,7 @@ from areal_async.protocol.types import Version
 from areal_async.trainer.output.archive_reader import ArchivedTrajectory, archive_files, read_recorded
 from areal_async.trainer.output.archived_images import find_images, image_files
 from areal_async.versions import tags
+from areal_async.versions.arms import FILE
 
 AGED_STEPS = 20
 """Newest steps whose tokens are counted by age."""
@@ -68,6 +69,8 @@ class ReportData:
     """Step -> for how long the checkpoint after it has held up the steps."""
     tags: Mapping[str, str] = field(default_factory=dict)
     """Tag -> version that has it."""
+    arms: Sequence[Mapping[str, Any]] = ()
+    """Lines of ``arms.jsonl``."""
     ages: Mapping[int, int] = field(default_factory=dict)
     """Age in versions -> trained tokens of the newest steps."""
     aged_steps: tuple[int, int] = (0, 0)
@@ -118,6 +121,7 @@ def read_report(
         lines=lines,
         evaluations=read_json_lines(run_directory / "eval.jsonl"),
         tags=tags.shown(run_directory),
+        arms=read_json_lines(run_directory / FILE),
         # Each step's line tells of what has held it up since the one before.
         checkpoints_s={int(one["step"]) - 1: one["time_checkpoint_s"] for one in lines if one.get("time_checkpoint_s")},
         ages=dict(sorted(ages.items())),

@@ -11,8 +11,9 @@ from areal_async.monitor.report.charts import COLOURS, Series, bars, line_chart,
 from areal_async.monitor.report.data import ReportData
 from areal_async.monitor.token_text import visible
 from areal_async.monitor.transcript import shade_number
-from areal_async.monitor.view import STEP_PARTS
+from areal_async.monitor.view import STEP_PARTS, number
 from areal_async.protocol.types import mean
+from areal_async.versions.arms import arm_text
 from areal_async.versions.evaluated import figure
 
 FOLDER = Path(__file__).parent
@@ -112,6 +113,7 @@ def _progress(data: ReportData) -> Iterator[Card]:
     if tasks:
         by_task = [Series(key.removeprefix("reward/"), _column(lines, key)) for key in tasks]
         yield _lines("Reward by task", "mean", steps, by_task, axis="reward")
+    yield from _arms(data)
     ages = [
         Series("mean", _column(lines, "staleness_mean")),
         Series("oldest", _column(lines, "staleness_max"), is_greatest=True),
@@ -127,6 +129,17 @@ def _progress(data: ReportData) -> Iterator[Card]:
     yield _lines("Length of answers", "tokens", steps, lengths, note="mean, sampled")
     cut = [Series("cut off", [None if one is None else 100 * one for one in _column(lines, "truncated_share")])]
     yield _lines("Answers cut off", "% of trajectories", steps, cut, axis="%", note="by max_new_tokens")
+
+
+def _arms(data: ReportData) -> Iterator[Card]:
+    """Yield how much better each arm was than the weights of each step, with its interval."""
+    for name in dict.fromkeys(str(line.get("name")) for line in data.arms):
+        own = [line for line in data.arms if line.get("name") == name]
+        curves = {
+            key: {int(number(line, "step")): line[key] for line in own if isinstance(line.get(key), int | float)}
+            for key in ("difference", "low", "high")
+        }
+        yield _lines(f"Arm {name}", "reward", *over_steps(curves, marked=()), note=arm_text(own[-1]))
 
 
 def _speed(data: ReportData) -> Iterator[Card]:

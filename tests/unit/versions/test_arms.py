@@ -1,5 +1,6 @@
 """What an arm has come to is told alike by status, top, the summary, curves and Prometheus."""
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -14,6 +15,7 @@ from areal_async.cli.main import main
 from areal_async.config.settings import ArmSettings, InferenceSettings, RunSettings, Settings
 from areal_async.errors import UserError
 from areal_async.monitor.boards import BoardWriter
+from areal_async.monitor.report.page import render as render_page
 from areal_async.monitor.report.summary import summarise
 from areal_async.monitor.snapshot import Status, arms_of
 from areal_async.monitor.status_screen import render
@@ -22,6 +24,7 @@ from areal_async.monitor.top.view import TopView
 from areal_async.protocol.arms import Arm, Arms, ArmState, OpenPrompt, summary
 from areal_async.telemetry.exporters.samples import samples
 from areal_async.versions.arms import arm_text
+from tests.unit.cli.reports import report
 
 ARM = Arm(name="old", arm_id="old-1", version="1-4", path="/arms/old", share=0.1, first_admission=0, first_position=0)
 STATE = ArmState(
@@ -91,6 +94,9 @@ def test_it_has_curves_and_a_line_when_the_run_has_ended(tmp_path: Path) -> None
     assert curves["arm/old/difference"] == [(4, pytest.approx(0.3)), (6, 0.25)]
     assert {f"arm/old/{name}" for name in ("difference", "low", "high", "num_pairs")} <= curves.keys()
     assert f"arm old {TEXT} (it broke)".replace("+0.300", "+0.250") in summarise(settings)
+    page = render_page(dataclasses.replace(report(), arms=lines), refresh_s=None)
+    assert "<h3>Arm old" in page
+    assert "2 failed (it broke)" in page
 
 
 def test_prometheus_has_its_numbers_under_its_name() -> None:
