@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import msgspec
 import structlog
 
@@ -27,6 +28,8 @@ from areal_async.protocol.events import ArmDecided, now
 from areal_async.protocol.subjects import ARMS
 from areal_async.protocol.types import Version
 from areal_async.telemetry import spans, wait_graph
+from areal_async.versions.arms import FILE, comparison_of
+from areal_async.versions.comparison import FOLDER, Comparison, write_result
 from areal_async.versions.sequential import ConfidenceSequence
 
 RESULT_BATCH = 256
@@ -76,9 +79,11 @@ class _Asked:
 class ArmQuestions:
     """Asks the arms of one run, and counts what they answer."""
 
-    def __init__(self, bus: Bus, tasks: Tasks, accounts: Accounts, *, row_at: Callable[[int], int], file: Path) -> None:
-        """Take what returns the row at a place in the order of the data, and where lines about arms are written."""
-        self._file = file
+    def __init__(
+        self, bus: Bus, tasks: Tasks, accounts: Accounts, *, row_at: Callable[[int], int], directory: Path
+    ) -> None:
+        """Take what returns the row at a place in the order of the data, and the run's directory."""
+        self._directory = directory
         self._bus = bus
         self._tasks = tasks
         self._accounts = accounts
@@ -217,7 +222,7 @@ class ArmQuestions:
         held = self._accounts.held
         line = {"at": now(), "step": held.step if held is not None else 0, "name": asked.arm.name}
         try:
-            with self._file.open("ab") as file:
+            with (self._directory / FILE).open("ab") as file:
                 file.write(msgspec.json.encode(line | summary(asked.arm, asked.state)) + b"\n")
         except OSError as exc:  # curves lack a point, and the run goes on
             log.warning("arm.not_written", cause=str(exc))
@@ -282,13 +287,22 @@ class ArmQuestions:
     async def _tell(self, asked: _Asked) -> None:
         """Tell once that an arm is better or worse: the stream of events knows whether that was done."""
         names, arm, state = self._bus.names, asked.arm, asked.state
-        event = decided(arm, state)
+        comparison = comparison_of(arm, state, run=names.run)
+        event = decided(arm, state, comparison.comparison_id)
         subject = names.event(event.kind, self._bus.role)
         if not await self._was_told(subject, arm.arm_id):
+            await anyio.to_thread.run_sync(self._keep, comparison)
             await self._bus.publish(subject, msgspec.json.encode(event), msg_id=f"arm-decided.{arm.arm_id}")
             log.info(event.kind, **msgspec.structs.asdict(event))
         failpoint("controller.after_arm_told")
         await self._move(asked, msgspec.structs.replace(state, is_told=True))
+
+    def _keep(self, comparison: Comparison) -> None:
+        """Leave a comparison in the run's directory, for whoever is to decide by it."""
+        try:
+            write_result(self._directory / FOLDER / comparison.comparison_id, comparison)
+        except OSError as exc:  # the key of the arm knows it all
+            log.warning("arm.not_written", cause=str(exc))
 
     async def _was_told(self, subject: str, arm_id: str) -> bool:
         async for message in self._bus.find_messages(self._bus.names.events_stream, subject):
@@ -344,7 +358,7 @@ def level_of(share: float, *, seed: int) -> int:
     return below + (random.Random(seed).random() < exact - below)
 
 
-def decided(arm: Arm, state: ArmState) -> ArmDecided:
+def decided(arm: Arm, state: ArmState, comparison_id: str) -> ArmDecided:
     """Return the event of an arm that is told apart."""
     difference = state.difference or 0.0
     return ArmDecided(
@@ -356,6 +370,7 @@ def decided(arm: Arm, state: ArmState) -> ArmDecided:
         high=state.high,
         alpha=arm.alpha,
         num_pairs=state.num_pairs,
+        comparison=comparison_id,
         sentence=f"arm {arm.name} ({arm.version or arm.path}) is {'better' if state.low >= 0 else 'worse'} than the "
         f"newest weights by {abs(difference):.3f} ({state.low:+.3f} to {state.high:+.3f} at alpha {arm.alpha:g}, "
         f"{state.num_pairs} pairs)",

@@ -52,7 +52,6 @@ from areal_async.protocol.staleness import max_groups_in_flight
 from areal_async.protocol.subjects import ADMITTED, CHANGES, CONTROL, RUN_STATE
 from areal_async.protocol.types import Admitted, Cut, GroupId, Outcome, OutcomeKind, Ticket, Version, WeightsVersion
 from areal_async.telemetry import spans, wait_graph
-from areal_async.versions import arms
 from areal_async.vision.spec import VisionSpec
 
 SERVER_POLL_S = 0.1
@@ -115,8 +114,7 @@ class Controller:
             detector=detector or FailureDetector(),
             hold=TrainersHold(settings, silence_s=silence_after(settings.run.watchdog_s)),
         )
-        file = settings.run_directory / arms.FILE
-        self._arms = ArmQuestions(bus, tasks, accounts, row_at=self._row_at, file=file)
+        self._arms = ArmQuestions(bus, tasks, accounts, row_at=self._row_at, directory=settings.run_directory)
         self._arm_orders = ArmOrders(bus, settings, tasks, lambda: accounts.admitted)
         self._hosts = HostOrders(bus, settings)
         self._tags = TagOrders(bus, settings)

@@ -161,6 +161,8 @@ class ArmDecided(Event, frozen=True, kw_only=True, tag="arm.decided"):
     """Ends of the confidence sequence."""
     alpha: float
     num_pairs: int
+    comparison: str
+    """Id of the comparison that says so, in the run's ``comparisons/``."""
     sentence: str
 
 

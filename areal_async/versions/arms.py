@@ -1,7 +1,12 @@
-"""What an arm has come to, in words, from its summary: as the controller reports it and ``arms.jsonl`` keeps it."""
+"""What an arm has come to: in words, from its summary as ``arms.jsonl`` keeps it, and as a comparison."""
 
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
+
+from areal_async.protocol.arms import Arm, ArmState
+from areal_async.versions.comparison import Compared, Comparison, Scores, Side
 
 FILE = "arms.jsonl"
 """In a run's directory: a line for each arm, now and then."""
@@ -22,3 +27,48 @@ def _found(arm: Mapping[str, Any]) -> str:
     else:
         found = f"not told apart, {difference:+.3f}"
     return f"{found} ({low:+.3f} to {high:+.3f}, {arm['num_pairs']} pairs with {arm.get('compared_with')})"
+
+
+def comparison_of(arm: Arm, state: ArmState, *, run: str) -> Comparison:
+    """Return what an arm (b) gets more than the newest weights of its run (a), as a comparison of two versions.
+
+    The interval is that of the confidence sequence, and rows are prompts of training. Its name is the arm's alone.
+    """
+    newest = Side(name=f"{run} newest", run=run)
+    pinned = Side(
+        name=f"{run} {arm.version}" if arm.version else arm.path,
+        run=run if arm.version else "",
+        version=arm.version,
+        model="" if arm.version else arm.path,
+    )
+    made = Comparison.of(newest, pinned, num_samples=1, rows={}, question={"arm": arm.arm_id}, at=arm.at, by=arm.by)
+    overall = Compared(
+        task="",
+        num_rows=state.num_pairs,
+        num_left_out=state.num_failed,
+        difference=state.difference,
+        low=state.low,
+        high=state.high,
+        wins=state.num_wins,
+        ties=state.num_pairs - state.num_wins - state.num_losses,
+        losses=state.num_losses,
+        mcnemar_p=None,
+        a=_scores(state.newest_total, state),
+        b=_scores(state.pinned_total, state),
+    )
+    return msgspec.structs.replace(made, a=msgspec.structs.replace(newest, version=state.newest), overall=overall)
+
+
+def _scores(total: float, state: ArmState) -> Scores:
+    return Scores(
+        accuracy=total / state.num_pairs if state.num_pairs else None,
+        low=None,
+        high=None,
+        num_scored=state.num_pairs,
+        num_failed=state.num_failed,
+        num_samples=1,
+        pass_at={},
+        reasons={state.last_failure: state.num_failed} if state.num_failed else {},
+        is_graded=not state.levels.keys() <= {"-100", "0", "100"},
+        num_tokens_mean=None,
+    )

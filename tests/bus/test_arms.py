@@ -19,6 +19,7 @@ from areal_async.protocol.arms import MAX_OPEN, Arm, ArmResult, Arms, ArmState, 
 from areal_async.protocol.evaluations import EvalResult
 from areal_async.protocol.subjects import ARMS
 from areal_async.protocol.types import OutcomeKind
+from areal_async.versions.comparison import read_result
 from tests.brokers import OpenRole, kill, until
 from tests.bus.admissions import begin, controller_of, settings_of
 from tests.bus.test_controller import World, running
@@ -280,6 +281,12 @@ async def test_an_arm_that_is_told_apart_is_told_of_once(
     (event,) = [msgspec.json.decode(message.data) for message in told]
     assert event["sentence"].startswith("arm old (1-0) is better than the newest weights by 1.000 (+")
     assert event["num_pairs"] >= state.decided_at
+    (folder,) = (settings.run_directory / "comparisons").iterdir()
+    assert folder.name == event["comparison"]
+    compared = read_result(folder)
+    assert compared.b.version == "1-0"
+    assert compared.overall is not None
+    assert compared.overall.low == event["low"] >= 0
 
 
 async def test_what_is_stored_for_an_arm_goes_with_it_and_its_name_begins_anew(

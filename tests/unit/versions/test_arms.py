@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -23,7 +24,8 @@ from areal_async.monitor.top.head import head_lines
 from areal_async.monitor.top.view import TopView
 from areal_async.protocol.arms import Arm, Arms, ArmState, OpenPrompt, summary
 from areal_async.telemetry.exporters.samples import samples
-from areal_async.versions.arms import arm_text
+from areal_async.versions.arms import arm_text, comparison_of
+from areal_async.versions.comparison import read_result, write_result
 from tests.unit.cli.reports import report
 
 ARM = Arm(name="old", arm_id="old-1", version="1-4", path="/arms/old", share=0.1, first_admission=0, first_position=0)
@@ -97,6 +99,25 @@ def test_it_has_curves_and_a_line_when_the_run_has_ended(tmp_path: Path) -> None
     page = render_page(dataclasses.replace(report(), arms=lines), refresh_s=None)
     assert "<h3>Arm old" in page
     assert "2 failed (it broke)" in page
+
+
+def test_it_is_a_comparison_that_keeps_its_name_however_many_pairs_there_are(tmp_path: Path) -> None:
+    made = comparison_of(ARM, STATE, run="seen")
+    earlier = comparison_of(ARM, ArmState(arm_id="old-1", newest="1-5"), run="seen")
+    another = comparison_of(msgspec.structs.replace(ARM, arm_id="old-2"), STATE, run="seen")
+
+    write_result(tmp_path / made.comparison_id, made)
+
+    assert read_result(tmp_path / made.comparison_id) == made
+    assert earlier.comparison_id == made.comparison_id != another.comparison_id
+    assert (made.a.version, made.b.version, made.b.run) == ("1-9", "1-4", "seen")
+    overall = made.overall
+    assert overall is not None
+    assert (overall.difference, overall.low, overall.high) == (pytest.approx(0.3), -0.125, 0.5)
+    assert (overall.wins, overall.ties, overall.losses, overall.num_left_out) == (4, 5, 1, 2)
+    assert (overall.a.accuracy, overall.b.accuracy, overall.b.is_graded) == (0.4, 0.7, False)
+    folder = comparison_of(msgspec.structs.replace(ARM, version="", path="/models/other"), STATE, run="seen")
+    assert (folder.b.model, folder.b.run, folder.b.version) == ("/models/other", "", "")
 
 
 def test_prometheus_has_its_numbers_under_its_name() -> None:
