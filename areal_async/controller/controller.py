@@ -34,17 +34,17 @@ from areal_async.controller.book_keeping import BooksSnapshots
 from areal_async.controller.curriculum import Visits
 from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.evaluation_schedule import EvaluationSchedule
-from areal_async.controller.failure_detector import FailureDetector
 from areal_async.controller.fleets import FleetOrders
 from areal_async.controller.host_orders import HostOrders
-from areal_async.controller.liveness import LivenessWatch
 from areal_async.controller.no_step_alarm import NoStepAlarm
-from areal_async.controller.reports import RunProgress, TrainersHold
+from areal_async.controller.processes.failure_detector import FailureDetector
+from areal_async.controller.processes.liveness import LivenessWatch
+from areal_async.controller.processes.reports import RunProgress, TrainersHold
+from areal_async.controller.processes.watch import silence_after
 from areal_async.controller.row_images import RowImages
 from areal_async.controller.steering import RunSteering
 from areal_async.controller.tag_orders import TagOrders
 from areal_async.controller.tasks import Tasks
-from areal_async.controller.watch import silence_after
 from areal_async.errors import ConflictError, FencedError, PipelineError
 from areal_async.process.failpoints import failpoint
 from areal_async.protocol.run_state import Changes, Control, RunState, ServerState

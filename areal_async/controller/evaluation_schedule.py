@@ -12,7 +12,7 @@ from areal_async.config.settings import Settings
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.admission import has_ended
 from areal_async.controller.evaluation import Evaluator
-from areal_async.controller.reports import RunProgress
+from areal_async.controller.processes.reports import RunProgress
 from areal_async.errors import UserError
 from areal_async.protocol.fields import is_version
 from areal_async.protocol.types import Version, WeightsVersion

@@ -13,7 +13,7 @@ import anyio
 
 from areal_async.bus import Bus, Report, Schema, ServiceEndpoint, json_object
 from areal_async.controller.audit import note
-from areal_async.controller.reports import ProcessReport
+from areal_async.controller.processes.reports import ProcessReport
 from areal_async.controller.steering import TEXT, text_in
 from areal_async.errors import ConflictError, UserError
 from areal_async.protocol.events import RunOrdered

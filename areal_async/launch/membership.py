@@ -16,7 +16,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from areal_async.bus import Bus
 from areal_async.bus.server import BROKER
-from areal_async.controller.reports import AwakeClock
+from areal_async.controller.processes.reports import AwakeClock
 from areal_async.errors import WireError
 from areal_async.protocol.events import Event, RoleLeft, RoleLost, RoleReturned, RoleStarted, now
 from areal_async.protocol.run_state import CrewState

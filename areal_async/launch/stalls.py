@@ -13,8 +13,8 @@ import structlog
 
 from areal_async.bus import Bus
 from areal_async.config.settings import RunSettings
-from areal_async.controller.reports import AwakeClock
-from areal_async.controller.watch import silence_after
+from areal_async.controller.processes.reports import AwakeClock
+from areal_async.controller.processes.watch import silence_after
 from areal_async.errors import PipelineError, WireError
 from areal_async.launch.membership import group_of_metrics
 from areal_async.launch.supervisor import Notify, RunSupervisor

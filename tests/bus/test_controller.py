@@ -26,7 +26,7 @@ from areal_async.controller import admission
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.controller import Controller
 from areal_async.controller.evaluation import Evaluator
-from areal_async.controller.failure_detector import FailureDetector
+from areal_async.controller.processes.failure_detector import FailureDetector
 from areal_async.controller.sampler import Sampler
 from areal_async.controller.tasks import Tasks
 from areal_async.errors import ConflictError, PipelineError, UserError

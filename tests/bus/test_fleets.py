@@ -9,7 +9,7 @@ import pytest
 
 from areal_async.bus import Bus, Role, ask_service, serving
 from areal_async.controller.fleets import ADD, REMOVE, FleetOrders
-from areal_async.controller.reports import Reports
+from areal_async.controller.processes.reports import Reports
 from areal_async.errors import UserError
 from areal_async.protocol.run_state import FleetMembers
 from tests.brokers import PATIENCE_S, OpenRole

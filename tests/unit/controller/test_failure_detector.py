@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_async.controller.failure_detector import FailureDetector
+from areal_async.controller.processes.failure_detector import FailureDetector
 
 
 def _pass(detector: FailureDetector, *, start_s: float, seconds: int, speaking: tuple[str, ...] = ()) -> float:

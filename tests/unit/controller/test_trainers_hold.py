@@ -1,7 +1,7 @@
 """A step for which the trainer holds up generation is no stall, unless it never ends or its trainer is gone."""
 
 from areal_async.config.settings import InferenceSettings, RolloutSettings, Settings
-from areal_async.controller.reports import Reports, TrainersHold
+from areal_async.controller.processes.reports import Reports, TrainersHold
 
 
 def _hold() -> TrainersHold:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from areal_async.controller.reports import AwakeClock, ProcessReport, Reports
-from areal_async.controller.watch import StallVerdict, explain
+from areal_async.controller.processes.reports import AwakeClock, ProcessReport, Reports
+from areal_async.controller.processes.watch import StallVerdict, explain
 from areal_async.launch.stalls import group_of
 from areal_async.telemetry.wait_graph import WaitRecord, WaitReport
 

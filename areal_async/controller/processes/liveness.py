@@ -13,9 +13,9 @@ import structlog
 
 from areal_async.bus import Bus
 from areal_async.config.settings import RunSettings
-from areal_async.controller.failure_detector import FailureDetector
-from areal_async.controller.reports import AwakeClock, ProcessReport, Reports, RunProgress, TrainersHold
-from areal_async.controller.watch import explain, silence_after
+from areal_async.controller.processes.failure_detector import FailureDetector
+from areal_async.controller.processes.reports import AwakeClock, ProcessReport, Reports, RunProgress, TrainersHold
+from areal_async.controller.processes.watch import explain, silence_after
 from areal_async.errors import ConflictError, WireError
 from areal_async.protocol.events import ServerFenced
 from areal_async.protocol.run_state import DISOWNED, ServerState

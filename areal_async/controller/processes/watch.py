@@ -8,7 +8,7 @@ that is silent is the culprit wherever the walk meets it, as its last words are 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from areal_async.controller.reports import ProcessReport
+from areal_async.controller.processes.reports import ProcessReport
 from areal_async.telemetry import wait_graph
 from areal_async.telemetry.wait_graph import BROKER, CONTROLLER, TRAINER, WaitRecord, kind_of
 
