@@ -42,6 +42,8 @@ LIVE = {
     **{f"rollout.sampling.{one}": "of groups that begin from then on; every token keeps its own" for one in SAMPLED},
     **{f"tasks.*.sampling.{one}": "the same of the groups of one task" for one in SAMPLED},
     "eval.every_steps": "how often a version is evaluated",
+    "gate.at_least": "what a version must do better by, from the next evaluation on",
+    "gate.alpha": "how sure that must be, from the next comparison on",
     "health.equal_rewards_steps": "when an alarm is raised, from the next step on",
     "health.logprob_gap": "when an alarm is raised, from the next step on",
     "health.untrained_batches": "when an alarm is raised, from the next group that ends on",
@@ -222,6 +224,8 @@ def _idle(settings: Settings, key: str) -> str:
             return f"got algorithm.name={algorithm.name}, which has no critic, need one that has, as ppo"
         case "eval.every_steps" if not settings.held_out:
             return "this run has no held-out rows to evaluate; stop it, set eval.dataset, and start it again"
+    if key.startswith("gate.") and settings.gate.action is None:
+        return "this run has no gate; stop it, set gate.action, and start it again"
     if key.endswith(".ratio") and len(settings.tasks) == 1:
         return "the run has one task, so there is nothing to mix"
     return ""

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from areal_async.config.algorithm import AlgorithmSettings as AlgorithmSettings
 from areal_async.config.endpoint import EndpointSettings as EndpointSettings
+from areal_async.config.health import GateSettings as GateSettings
 from areal_async.config.health import HealthSettings as HealthSettings
 from areal_async.config.launch import LaunchSettings as LaunchSettings
 from areal_async.config.lora import LoraSettings as LoraSettings
@@ -338,6 +339,7 @@ class Settings(Section):
     trainer: TrainerSettings = TrainerSettings()
     metrics: MetricsSettings = MetricsSettings()
     health: HealthSettings = HealthSettings()
+    gate: GateSettings = GateSettings()
     launch: LaunchSettings = LaunchSettings()
     bus: BusSettings = BusSettings()
 
@@ -371,6 +373,7 @@ class Settings(Section):
                 f"trainer.keep_best: got accuracy with eval.every_steps={self.eval.every_steps} and "
                 f"{'a' if has_held_out else 'no'} held-out data set, need evaluations; set eval, or take reward"
             )
+        self.gate.check_run(self.eval, has_held_out=has_held_out)
         for role, layout, remedy in (
             ("critic", self.trainer.critic, "a preset with a critic, as ppo"),
             ("reference", self.trainer.reference, "kl_coef over 0"),

@@ -35,6 +35,7 @@ from areal_async.controller.curriculum import Visits
 from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.evaluation_schedule import EvaluationSchedule
 from areal_async.controller.fleets import FleetOrders
+from areal_async.controller.gate import Gate
 from areal_async.controller.host_orders import HostOrders
 from areal_async.controller.no_step_alarm import NoStepAlarm
 from areal_async.controller.processes.failure_detector import FailureDetector
@@ -98,7 +99,10 @@ class Controller:
         self._log_sequence = 0
         self._no_step_alarm = NoStepAlarm(accounts)
         self._progress = RunProgress()
-        self.evaluation = EvaluationSchedule(evaluator, settings, accounts=accounts, progress=self._progress)
+        self._gate = Gate(bus, settings)
+        self.evaluation = EvaluationSchedule(
+            evaluator, settings, accounts=accounts, progress=self._progress, gate=self._gate
+        )
         self._steering = RunSteering(
             bus,
             settings,
@@ -353,7 +357,7 @@ class Controller:
             self._change(changes)
 
     def _change(self, changes: Changes) -> None:
-        now = self._now = self.evaluation.settings = settings_now(self._settings, changes)
+        now = self._now = self.evaluation.settings = self._gate.settings = settings_now(self._settings, changes)
         batch_groups = self._settings.rollout.batch_groups
         bound = max_groups_in_flight(max_staleness=now.rollout.max_staleness, batch_groups=batch_groups)
         self._accounts.max_groups_in_flight = bound
@@ -381,7 +385,7 @@ class Controller:
             "waits_for": evaluating or self.waits_for,
             "waits": wait_graph.report(wait_graph.CONTROLLER),
             "arms": self._arms.report(),
-            **self._no_step_alarm.report(),
+            **_together(self._no_step_alarm.report(), self._gate.report()),
         }
 
     async def run_metrics(self) -> None:
@@ -389,3 +393,9 @@ class Controller:
         while True:
             await self._bus.emit(self._bus.names.metrics("controller", "0"), msgspec.json.encode(self.report()))
             await anyio.sleep(self._report_s)
+
+
+def _together(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what two alarms say, as one report."""
+    names = f"{first['alarm_names']} {second['alarm_names']}".strip()
+    return {**first, **second, "alarms": [*first["alarms"], *second["alarms"]], "alarm_names": names}

@@ -3,8 +3,10 @@
 The first evaluation is over before the first admission, so that it speaks of version 0 alone.
 """
 
+import math
 from contextlib import AbstractContextManager
 
+import anyio
 import msgspec
 
 from areal_async.bus import Report
@@ -12,11 +14,15 @@ from areal_async.config.settings import Settings
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.admission import has_ended
 from areal_async.controller.evaluation import Evaluator
+from areal_async.controller.gate import Gate
 from areal_async.controller.processes.reports import RunProgress
 from areal_async.errors import UserError
 from areal_async.protocol.fields import is_version
 from areal_async.protocol.types import Version, WeightsVersion
 from areal_async.telemetry import wait_graph
+
+SETTLE_POLL_S = 0.5
+"""Between two looks whether the checkpoint of a version is there that is to be promoted."""
 
 
 def newest_due_step(step: int, *, every_steps: int, last_step: int) -> int:
@@ -30,9 +36,10 @@ class EvaluationSchedule:
     """The evaluations of one run, one after the other."""
 
     def __init__(
-        self, evaluator: Evaluator | None, settings: Settings, *, accounts: Accounts, progress: RunProgress
+        self, evaluator: Evaluator | None, settings: Settings, *, accounts: Accounts, progress: RunProgress, gate: Gate
     ) -> None:
         """``evaluator``: None for a run without held-out rows, of which the schedule tells the end alone."""
+        self._gate = gate
         self._evaluator = evaluator
         self._accounts = accounts
         self._progress = progress
@@ -58,7 +65,10 @@ class EvaluationSchedule:
         unblocked by: nodes and the trainer
         """
         last_step, evaluated = self.settings.run.steps, -1
+        if self._evaluator is not None:
+            await self._gate.resume(await self._evaluator.made())
         while True:
+            await self._gate.settle()
             num_seen, held, newest = self._progress.changed.num_rings, self._accounts.held, self.newest
             if held is not None and newest is not None and not (newest.final and held < Version.parse(newest.version)):
                 is_over = has_ended(self._accounts, newest, last_step=last_step)
@@ -79,12 +89,14 @@ class EvaluationSchedule:
                     self._progress.announce()
                 if is_over:
                     return
-            with self.waiting(wait_graph.CONTROLLER):
+            poll_s = SETTLE_POLL_S if self._gate.is_waiting else math.inf
+            with self.waiting(wait_graph.CONTROLLER), anyio.move_on_after(poll_s):
                 await self._progress.changed.wait(num_seen)
 
     async def _evaluate(self, evaluator: Evaluator, held: Version, *, due_step: int) -> None:
         with wait_graph.on(wait_graph.evaluation(str(held)), waiter=wait_graph.CONTROLLER):
             await evaluator.evaluate(held, due_step=due_step, on_result=self._progress.announce)
+        await self._gate.judge(held)
 
     async def ask(self, body: Report) -> Report:
         """Answer an operator with an evaluation of what the servers hold now, or have it begin.

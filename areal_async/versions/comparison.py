@@ -25,7 +25,7 @@ from areal_async.protocol.wire import decode_json
 from areal_async.versions import evaluations
 from areal_async.versions.accuracy import sum_up
 from areal_async.versions.evaluations import MAX_ERROR
-from areal_async.versions.statistics import compare
+from areal_async.versions.statistics import ALPHA, compare
 
 ANSWERS, RESULT, TEXT, PAGE = "answers.jsonl", "comparison.json", "comparison.md", "comparison.html"
 FOLDER = "comparisons"
@@ -122,6 +122,8 @@ class Comparison(Record, frozen=True, kw_only=True):
     b: Side
     num_samples: Count
     """Answers to each row. One is greedy."""
+    alpha: float = ALPHA
+    """Chance that an interval of the result does not hold the difference."""
     rows: dict[TokenText, Count]
     """Task -> how many of its rows are answered."""
     at: str = ""
@@ -176,7 +178,7 @@ class Comparison(Record, frozen=True, kw_only=True):
     def _compared(self, task: str, answers: Sequence[Answer]) -> Compared:
         sides = [[one for one in answers if one.side == side] for side in ("a", "b")]
         a, b = (self._scores(side) for side in sides)
-        paired = compare(*(rewards_of(side) for side in sides))._asdict()
+        paired = compare(*(rewards_of(side) for side in sides), alpha=self.alpha)._asdict()
         del paired["first"], paired["second"]  # over the rows of both; a side's own are in its scores
         return Compared(task=task, a=a, b=b, **paired)
 

@@ -73,7 +73,7 @@ def markdown(comparison: Comparison, changed: Sequence[Changed], rows: Mapping[t
     Args:
         rows: text of those rows.
     """
-    a, b = comparison.a, comparison.b
+    a, b, interval = comparison.a, comparison.b, f"{100 * (1 - comparison.alpha):g} % interval"
     lines = [
         f"# {_plain(b.name)} against {_plain(a.name)}",
         "",
@@ -82,7 +82,7 @@ def markdown(comparison: Comparison, changed: Sequence[Changed], rows: Mapping[t
         f"- {told_samples(comparison)} to each row",
         f"- begun {comparison.at} by {_plain(comparison.by)}",
         "",
-        "| task | b less a, 95 % interval | rows | won | tied | lost | left out | McNemar p | a | b |",
+        f"| task | b less a, {interval} | rows | won | tied | lost | left out | McNemar p | a | b |",
         "|---|--:|--:|--:|--:|--:|--:|--:|---|---|",
         *(_table_row(one) for one in parts(comparison)),
         "",

@@ -15,7 +15,8 @@ Rewards = Mapping[Hashable, Sequence[float]]
 """Row -> rewards of its scored answers."""
 
 NUM_RESAMPLES = 10_000
-CONFIDENCE = 0.95
+ALPHA = 0.05
+"""Chance that an interval does not hold what it is of: one of 95 %."""
 MIN_ROWS = 2
 """Rows from which on there is an interval: one row says nothing of how rows differ."""
 CHUNK_ELEMENTS = 1 << 22
@@ -45,13 +46,17 @@ class Paired(NamedTuple):
     0 nor 1. Of several answers to a row the majority speaks: right where more than half of them are."""
 
 
-def compare(first: Rewards, second: Rewards, *, seed: int = 0) -> Paired:
-    """Compare two sides; the same rewards and seed give the same numbers, in whichever order rows came."""
+def compare(first: Rewards, second: Rewards, *, seed: int = 0, alpha: float = ALPHA) -> Paired:
+    """Compare two sides; the same rewards and seed give the same numbers, in whichever order rows came.
+
+    Args:
+        alpha: chance that the interval does not hold the difference.
+    """
     both = [row for row in first if first[row] and second.get(row)]
     ours = np.array([_mean(first[row]) for row in both])
     theirs = np.array([_mean(second[row]) for row in both])
     differences = np.sort(theirs - ours)
-    low, high = bootstrap_interval(differences, seed=seed) or (None, None)
+    low, high = bootstrap_interval(differences, seed=seed, alpha=alpha) or (None, None)
     is_binary = all(reward in (0, 1) for side in (first, second) for row in both for reward in side[row])
     wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
     return Paired(
@@ -75,9 +80,9 @@ def _mean(values: Sequence[float] | NDArray[np.float64]) -> float:
 
 
 def bootstrap_interval(
-    differences: NDArray[np.float64], *, seed: int, num_resamples: int = NUM_RESAMPLES
+    differences: NDArray[np.float64], *, seed: int, num_resamples: int = NUM_RESAMPLES, alpha: float = ALPHA
 ) -> tuple[float, float] | None:
-    """Return the 95 % percentile interval of the mean of differences [R], over rows drawn at random.
+    """Return the percentile interval of the mean of differences [R], over rows drawn at random.
 
     Percentiles, and not BCa, whose low end is above the mean of rows in 5 % of all comparisons in place of 2.5 % where
     few rows differ, all of them by 1: the gate reads this end.
@@ -98,7 +103,7 @@ def bootstrap_interval(
             for done in range(0, num_resamples, size)
         ]
     )
-    low, high = np.quantile(means, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
+    low, high = np.quantile(means, (alpha / 2, 1 - alpha / 2))
     return float(low), float(high)
 
 

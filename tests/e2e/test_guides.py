@@ -49,10 +49,18 @@ TOLD = {
     "eval --run gsm8k --version best": "8 rows scored",
     "eval --run gsm8k --samples 8": r"avg@8 .* pass@8 .* 64 answers scored",
     "dead --run gsm8k": "no dead letters",
+    'promote last --run gsm8k --force --why "it is the first"': "gsm8k: champion is 1-2 now",
+    "promote 2 --run gsm8k --tag candidate --force": "gsm8k: candidate is 1-2 now",
+    "eval --run gsm8k --version candidate": "8 rows scored",
+    "promote --remove --run gsm8k --tag candidate": "candidate is no version now, in place of 1-2",
+    "models": r"gsm8k +1-2 +champion .*checkpoint.*model",
+    "models --run gsm8k --json": '"tags":."champion".',
+    "models --delete untagged --keep-newest 2": r"folders of .* would be deleted; --yes deletes them",
+    "models --run gsm8k --audit": "tag champion: none -> 1-2 +it is the first",
     "run --help-settings": "rollout.max_staleness",
 }
 """Command, without what is the same in all of them -> what it prints, where the document says it in a comment alone."""
-OF_ONE_PROCESS = ("doctor", "trajectories", "status", "replay", "eval", "dead")
+OF_ONE_PROCESS = ("doctor", "trajectories", "status", "replay", "eval", "dead", "promote", "models")
 """Verbs that start no roles of a run.
 
 Not ``try``: what the documents have it try imports a file that they have just made in ``rewards``, and a process that

@@ -37,8 +37,11 @@ def keep(run_directory: Path, settings: Settings, *, recorded: Version) -> None:
     best = name_best(run_directory, settings)
     if best is not None:
         also.add(best)
-    if trainer.keep_best == "accuracy":
-        also |= awaited(there, accuracies_of(run_directory), every_steps=settings.eval.every_steps)
+    is_gated = settings.gate.action is not None
+    if trainer.keep_best == "accuracy" or is_gated:
+        evaluated = accuracies_of(run_directory)
+        also |= awaited(there, evaluated, every_steps=settings.eval.every_steps)
+        also |= _judged_now(there, evaluated) if is_gated else set()
     names = {str(version) for version in also}
 
     def has_tag(name: str) -> bool:
@@ -61,6 +64,12 @@ def name_best(run_directory: Path, settings: Settings) -> Version | None:
     temporary.symlink_to(str(best))
     temporary.rename(link)
     return best
+
+
+def _judged_now(checkpoints: Iterable[Version], evaluated: Collection[Version]) -> set[Version]:
+    """Return the checkpoint of which the newest evaluation speaks: the run's gate may be about to give it a tag."""
+    newest = max((version.step for version in evaluated), default=-1)
+    return set(sorted(version for version in checkpoints if version.step <= newest)[-1:])
 
 
 def awaited(checkpoints: Iterable[Version], evaluated: Collection[Version], *, every_steps: int) -> set[Version]:

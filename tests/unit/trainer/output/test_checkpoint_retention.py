@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from areal_async.config.health import GateSettings
 from areal_async.config.live import settings_now
 from areal_async.config.settings import Settings
 from areal_async.process.atomic_folders import LEDGER, held
@@ -153,6 +154,20 @@ def test_checkpoints_wait_for_the_evaluations_that_are_due_since_an_operator_cha
 
     left = {path.name for path in (run.path / "checkpoints").iterdir() if not path.is_symlink()}
     assert left == {"1-2", "1-6", "1-12"}, "of 1-8 and 1-10 no evaluation will speak"
+
+
+def test_a_checkpoint_that_the_gate_may_be_about_to_promote_stays(run: Run) -> None:
+    run.has("1-2", "1-4", "1-6", "1-8", "1-10", "1-12")
+    run.trained(*[0.0] * 12)
+    run.evaluated("1-2", 0.5)
+    run.evaluated("1-5", 0.5)
+    given = settings_of(keep_checkpoints=1)
+    gated = given.model_copy(update={"gate": GateSettings(action="promote")})
+
+    keep(run.path, gated, recorded=Version.parse("1-12"))
+
+    left = {path.name for path in (run.path / "checkpoints").iterdir()}
+    assert left == {"1-4", "1-10", "1-12"}, "1-4 is being judged, and the newest two that are due wait for that"
 
 
 def test_a_checkpoint_is_judged_by_the_interval_that_was_in_force_at_its_step(run: Run) -> None:
