@@ -118,7 +118,7 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
             environment |= UNCOMPILED if COMPILED not in inference.flags else {}
     else:
         arguments += ["--device", "auto", "--num-threads", str(inference.num_threads)]
-        environment |= one_heap()  # images are decoded in threads: with a heap for each it grew by 8 kB a step
+        environment |= one_heap()  # images are decoded in threads: with a heap for each it goes on growing
     admin_key = _value_of(SGLANG_KEY, inference.flags) if is_sglang else secrets.token_urlsafe(NUM_SECRET_BYTES)
     environment |= {VARIABLE: admin_key} if admin_key else {}
     return ServerCommand(server_id, (*arguments, *inference.flags), environment, admin_key, name)
