@@ -44,6 +44,8 @@ async def play(prompt, policy):
     reply = await policy.complete([5, 6, 7])
     if prompt["question"] == "hard":
         raise ValueError("too hard")
+    if prompt["question"] == "spoiled":
+        raise ValueError("the other side has changed the row")
     prompt.row["question"] = "spoiled"
     return float(len(reply.token_ids))
 """
