@@ -16,8 +16,8 @@ import msgspec
 from rich.console import Console
 
 from areal_async.algorithms.graphs import step_graph
-from areal_async.cli.checks import check_groups
 from areal_async.cli.run import choose_config, load_run_settings
+from areal_async.cli.starting.checks import check_groups
 from areal_async.config.sources import load_settings
 from areal_async.doctor import Diagnosis, examine
 from areal_async.doctor.audit import screen as audit

@@ -18,11 +18,11 @@ import anyio
 import msgspec
 
 from areal_async.bus import Bus, Report, ask_service
-from areal_async.cli.checks import check_dataset
 from areal_async.cli.export import write
 from areal_async.cli.orders import ANSWER_DEADLINE_S, who
 from areal_async.cli.run import load_run_settings
-from areal_async.cli.trials import TemporaryFolder, opened_trial
+from areal_async.cli.starting.checks import check_dataset
+from areal_async.cli.starting.trials import TemporaryFolder, opened_trial
 from areal_async.cli.try_ import MAX_ATTEMPTS, SPARE_STREAMS, check, choose_trial_config, task_of
 from areal_async.config.metrics import TO_FILES
 from areal_async.config.settings import HeldOut, Settings, TaskSettings

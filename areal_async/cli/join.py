@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 import anyio
 
-from areal_async.cli.checks import check_node
+from areal_async.cli.starting.checks import check_node
 from areal_async.config.settings import RunSettings, Settings
 from areal_async.config.sources import override_settings
 from areal_async.errors import UserError

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from areal_async.algorithms.graphs import step_graph
-from areal_async.cli.checks import check_model
 from areal_async.cli.ranks import own_rank, run_ranks
+from areal_async.cli.starting.checks import check_model
 from areal_async.config.resumed import differences
 from areal_async.config.settings import AlgorithmSettings, Settings
 from areal_async.config.sources import from_command_line, override_settings, resolve

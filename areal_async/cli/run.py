@@ -17,10 +17,17 @@ import anyio
 from areal_async.algorithms.graphs import step_graph
 from areal_async.bus import Bus
 from areal_async.bus.server import ROOM_BYTES
-from areal_async.cli.checks import check_dataset, check_file, check_groups, check_model, check_node, check_template
 from areal_async.cli.export import write_best
 from areal_async.cli.orders import who
-from areal_async.cli.resuming import Chosen, Request, resume
+from areal_async.cli.starting.checks import (
+    check_dataset,
+    check_file,
+    check_groups,
+    check_model,
+    check_node,
+    check_template,
+)
+from areal_async.cli.starting.resuming import Chosen, Request, resume
 from areal_async.config.paths import is_same_function
 from areal_async.config.settings import RunSettings, Settings
 from areal_async.config.sources import Sources, load_settings, read_sources, resolve

@@ -13,9 +13,15 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from areal_async.cli.checks import check_dataset, check_interpreter, check_served, check_template, check_workflow
 from areal_async.cli.run import CONFIGS, choose_config, load_run_settings
-from areal_async.cli.trials import TemporaryFolder, opened_trial
+from areal_async.cli.starting.checks import (
+    check_dataset,
+    check_interpreter,
+    check_served,
+    check_template,
+    check_workflow,
+)
+from areal_async.cli.starting.trials import TemporaryFolder, opened_trial
 from areal_async.config.paths import is_same_function
 from areal_async.config.settings import Settings, TaskSettings
 from areal_async.data.rows import RowPrompts, load_rows

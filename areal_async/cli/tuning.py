@@ -5,8 +5,8 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_async.cli.checks import check_dataset, check_model, check_tokenizer
 from areal_async.cli.ranks import own_rank, run_ranks
+from areal_async.cli.starting.checks import check_dataset, check_model, check_tokenizer
 from areal_async.config.reward_model import RewardModelSettings
 from areal_async.config.sft import SftSettings
 from areal_async.config.sources import load_kind

@@ -65,7 +65,8 @@ def with_what_other_verbs_make(settings: Settings) -> Settings:
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
 def test_run_passes_the_checks_that_need_no_gpu(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("areal_async.cli.checks.fetch", lambda *_, **__: None)  # not every machine reaches a hub
+    # Not every machine reaches a hub.
+    monkeypatch.setattr("areal_async.cli.starting.checks.fetch", lambda *_, **__: None)
     settings = settings_of(path)
     if settings.inference.python is not None:  # what an environment of its own holds is not this test's
         settings = settings.model_copy(update={"inference": settings.inference.model_copy(update={"python": None})})

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import pytest
 
 from areal_async.cli import join
-from areal_async.cli.checks import check_node
+from areal_async.cli.starting.checks import check_node
 from areal_async.config.settings import InferenceSettings, MetricsSettings, Settings
 from areal_async.errors import UserError
 
@@ -27,7 +27,8 @@ def test_a_host_without_the_extra_for_traces_is_refused_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
-    monkeypatch.setattr("areal_async.cli.checks.fetch", lambda *_, **__: None)  # not every machine reaches a hub
+    # Not every machine reaches a hub.
+    monkeypatch.setattr("areal_async.cli.starting.checks.fetch", lambda *_, **__: None)
     settings = Settings().model_copy(update={"metrics": MetricsSettings(traces="http://h:4318")})
 
     with pytest.raises(UserError, match=r"metrics.traces: got 'http://h:4318', need the packages .*, or set it to fil"):
@@ -37,7 +38,7 @@ def test_a_host_without_the_extra_for_traces_is_refused_in_one_sentence(
 def test_a_host_that_cannot_be_scraped_at_the_address_is_refused_and_may_have_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("areal_async.cli.checks.fetch", lambda *_, **__: None)
+    monkeypatch.setattr("areal_async.cli.starting.checks.fetch", lambda *_, **__: None)
     metrics = MetricsSettings(prometheus=True, prometheus_host="192.0.2.1")
     settings = Settings().model_copy(update={"metrics": metrics})
 
@@ -47,7 +48,7 @@ def test_a_host_that_cannot_be_scraped_at_the_address_is_refused_and_may_have_it
 
 
 def test_a_host_whose_engine_has_not_the_parser_of_the_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal_async.cli.checks.fetch", lambda *_, **__: None)
+    monkeypatch.setattr("areal_async.cli.starting.checks.fetch", lambda *_, **__: None)
     settings = Settings(inference=InferenceSettings(backend="embedded", tool_call_parser="qwen25"))
 
     with pytest.raises(UserError, match="inference.tool_call_parser: got qwen25, but the embedded engine has no"):

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from areal_async.cli.main import main
-from areal_async.cli.resuming import Chosen
 from areal_async.cli.run import choose
+from areal_async.cli.starting.resuming import Chosen
 from areal_async.config.kept import KEPT, why_kept
 from areal_async.config.paths import with_real_paths
 from areal_async.config.resumed import ASIDE, differences, refuse_kept

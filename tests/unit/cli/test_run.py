@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from areal_async.algorithms.advantages import Sibling, advantage_rule, step_advantages
-from areal_async.cli.checks import (
+from areal_async.cli.main import main
+from areal_async.cli.run import choose_config, load_run_settings, want_of_room
+from areal_async.cli.starting.checks import (
     check_dataset,
     check_groups,
     check_interpreter,
@@ -18,8 +20,6 @@ from areal_async.cli.checks import (
     check_policies,
     check_workflow,
 )
-from areal_async.cli.main import main
-from areal_async.cli.run import choose_config, load_run_settings, want_of_room
 from areal_async.config.algorithm import PRESETS
 from areal_async.config.settings import DatasetSettings
 from areal_async.config.sources import load_settings

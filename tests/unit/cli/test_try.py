@@ -11,7 +11,7 @@ import structlog
 
 from areal_async.cli.main import VERBS, main, split_overrides
 from areal_async.cli.run import load_run_settings
-from areal_async.cli.trials import TemporaryFolder
+from areal_async.cli.starting.trials import TemporaryFolder
 from areal_async.cli.try_ import choose_trial_config, read_prompts, read_row, task_of
 from areal_async.config.settings import DatasetSettings, TaskSettings
 from areal_async.errors import UserError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_async import user_files
-from areal_async.cli.checks import check_dataset
+from areal_async.cli.starting.checks import check_dataset
 from areal_async.config.settings import DatasetSettings
 from areal_async.config.sources import load_settings
 from areal_async.data import made_rows

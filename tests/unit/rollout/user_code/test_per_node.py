@@ -11,7 +11,7 @@ import pytest
 
 from areal_async import per_node
 from areal_async.api import is_group_workflow
-from areal_async.cli.checks import check_policies
+from areal_async.cli.starting.checks import check_policies
 from areal_async.errors import PipelineError, UserError, leaves_of
 from areal_async.rollout.user_code import per_node as made
 from areal_async.rollout.user_code.per_node import given_per_node
