@@ -7,6 +7,7 @@ from typing import Any, overload
 from areal_async.config.settings import DatasetSettings
 from areal_async.data.images import row_at, undecoded
 from areal_async.data.made_rows import rows_of_function, rows_of_seeds
+from areal_async.data.recorded_rows import digest_of
 from areal_async.errors import UserError
 from areal_async.process.gc_pauses import importing
 from areal_async.process.hub import fetch, is_local
@@ -52,6 +53,11 @@ class RowPrompts(Sequence[Prompt]):
 
     def __len__(self) -> int:
         return len(self._indices)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of these rows, in their order."""
+        return digest_of(self._rows.select(self._indices))
 
     @overload
     def __getitem__(self, place: int) -> Prompt: ...

@@ -251,10 +251,11 @@ class ComparisonFolder:
         self._file.flush()
 
     def finish(self) -> Comparison:
-        """Write the result, of which nothing may be left, and return it."""
+        """Write the result, of which nothing may be left, and return it; one that is there stays as old as it is."""
         assert not self.left
-        self.comparison = self.comparison.with_result(self.answers)
-        write_result(self.path, self.comparison)
+        if self.comparison.overall is None:
+            self.comparison = self.comparison.with_result(self.answers)
+            write_result(self.path, self.comparison)
         return self.comparison
 
 

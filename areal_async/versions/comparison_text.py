@@ -33,8 +33,12 @@ def told_difference(one: Compared) -> str:
     """Return ``+0.052 (95 % interval +0.012 to +0.094)``."""
     if one.difference is None:
         return "has no row that both have answered"
-    ends = "" if one.low is None or one.high is None else f" (95 % interval {one.low:+.3f} to {one.high:+.3f})"
-    return f"{one.difference:+.3f}{ends}"
+    return f"{one.difference:+.3f}" + (f" ({ends})" if (ends := told_interval(one)) else "")
+
+
+def told_interval(one: Compared) -> str:
+    """Return ``95 % interval +0.012 to +0.094``; nothing where it has none."""
+    return "" if one.low is None or one.high is None else f"95 % interval {one.low:+.3f} to {one.high:+.3f}"
 
 
 def told_rows(one: Compared) -> str:

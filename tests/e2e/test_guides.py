@@ -48,6 +48,7 @@ TOLD = {
     "eval --run gsm8k": "8 rows scored",
     "eval --run gsm8k --version best": "8 rows scored",
     "eval --run gsm8k --samples 8": r"avg@8 .* pass@8 .* 64 answers scored",
+    "compare --run gsm8k --versions last --samples 4 --b rollout.sampling.temperature=0.5": "8 rows: .* tied",
     "dead --run gsm8k": "no dead letters",
     'promote last --run gsm8k --force --why "it is the first"': "gsm8k: champion is 1-2 now",
     "promote 2 --run gsm8k --tag candidate --force": "gsm8k: candidate is 1-2 now",
@@ -60,7 +61,7 @@ TOLD = {
     "run --help-settings": "rollout.max_staleness",
 }
 """Command, without what is the same in all of them -> what it prints, where the document says it in a comment alone."""
-OF_ONE_PROCESS = ("doctor", "trajectories", "status", "replay", "eval", "dead", "promote", "models")
+OF_ONE_PROCESS = ("doctor", "trajectories", "status", "replay", "eval", "compare", "dead", "promote", "models")
 """Verbs that start no roles of a run.
 
 Not ``try``: what the documents have it try imports a file that they have just made in ``rewards``, and a process that

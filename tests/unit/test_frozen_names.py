@@ -22,6 +22,7 @@ from areal_async.protocol.subjects import Names
 from areal_async.telemetry.exporters import samples
 from areal_async.trainer.batch import step
 from areal_async.trainer.engine.stats import StepStats
+from areal_async.versions import comparison
 
 ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).with_name("frozen_names.txt")
@@ -44,7 +45,7 @@ def _names() -> Iterator[str]:
 
 def _records() -> Iterator[str]:
     """Yield each record that is sent or kept, with its fields as they are encoded."""
-    for module in (types, evaluations, arms, run_state, wire, publish_log, events):
+    for module in (types, evaluations, arms, run_state, wire, publish_log, events, comparison):
         for kind in vars(module).values():
             if inspect.isclass(kind) and issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__:
                 tag = kind.__struct_config__.tag

@@ -18,7 +18,8 @@ from areal_async.versions.evaluated import figure
 
 FOLDER = Path(__file__).parent
 """Folder of ``page.html``, its style sheet ``page.css`` and its scripts: ``page.js``, and of a page that is watched
-``answer.js`` and ``follow.js``. All of it stands in the page: nothing is fetched but, by a watched one, the page."""
+``answer.js`` and ``follow.js``. All of it stands in the page: nothing is fetched but, by a watched one, the page.
+``page.comparison.html`` has the same style, and no script."""
 MAX_TOKENS = 4000
 """Tokens that are shown of one sample; the rest is left to ``trajectories --show``."""
 MAX_TAGS = 3
@@ -59,27 +60,38 @@ def render(data: ReportData, *, refresh_s: float | None = None) -> str:
     Args:
         refresh_s: the page looks every so many seconds for what was written since; None leaves that to its button.
     """
+    counts = bars([(name, float(count)) for name, count in data.outcomes], unit="groups", label="outcome")
+    return (
+        make_environment()
+        .get_template("page.html")
+        .render(
+            data=data,
+            refresh_s=refresh_s,
+            colours=COLOURS,
+            tiles=_tiles(data),
+            progress=_progress(data),
+            speed=_speed(data),
+            health=_health(data),
+            outcomes=[Card("Groups", "by outcome", Markup(counts))],
+            max_tokens=MAX_TOKENS,
+            table=TABLE,
+            num_steps=TABLE_STEPS,
+            number_text=number_text,
+            shade_number=shade_number,
+        )
+    )
+
+
+def make_environment() -> jinja2.Environment:
+    """Return what pages are made with: whatever they are given is text, and no markup."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    counts = bars([(name, float(count)) for name, count in data.outcomes], unit="groups", label="outcome")
-    return environment.get_template("page.html").render(
-        data=data,
-        refresh_s=refresh_s,
-        colours=COLOURS,
-        tiles=_tiles(data),
-        progress=_progress(data),
-        speed=_speed(data),
-        health=_health(data),
-        outcomes=[Card("Groups", "by outcome", Markup(counts))],
-        max_tokens=MAX_TOKENS,
-        table=TABLE,
-        num_steps=TABLE_STEPS,
-        asset=lambda name: Markup((FOLDER / name).read_text(encoding="utf-8")),
-        number_text=number_text,
-        visible=visible,
-        shade_number=shade_number,
-    )
+    environment.globals |= {
+        "asset": lambda name: Markup((FOLDER / name).read_text(encoding="utf-8")),
+        "visible": visible,
+    }
+    return environment
 
 
 def _tiles(data: ReportData) -> Iterator[tuple[str, str]]:

@@ -48,7 +48,7 @@ def test_every_verb_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "sentence"),
     [
         (["rum"], "unknown verb rum; did you mean run"),
-        (["zzz"], "unknown verb zzz; need one of run, try, eval, sft, "),
+        (["zzz"], "unknown verb zzz; need one of run, try, eval, compare, sft, "),
         (["run", "--frsh"], "unknown option --frsh; did you mean --fresh"),
         (["trainer", "--run-directory", "x", "--run.steps", "3"], "unknown option --run.steps; need one of "),
         (["node", "--run-directory", "x"], "--node-id: got none, need the node's own among those of the run"),

@@ -77,9 +77,11 @@ def test_the_result_stands_in_the_folder_and_is_read_back(tmp_path: Path) -> Non
     assert made.overall is not None
     assert (made.overall.wins, made.overall.ties, made.overall.losses) == (1, 2, 0)
     assert made.overall.difference == pytest.approx(1 / 3)
+    written = (tmp_path / RESULT).stat().st_mtime_ns
     with opened(tmp_path, comparison()) as folder:
         assert folder.left == []
-        assert folder.comparison == made
+        assert folder.finish() == made
+    assert (tmp_path / RESULT).stat().st_mtime_ns == written, "it is no newer for being looked at"
 
 
 def test_an_error_is_counted_and_is_no_reward_of_0() -> None:
