@@ -19,6 +19,8 @@ ALPHA = 0.05
 """Chance that an interval does not hold what it is of: one of 95 %."""
 MIN_ROWS = 2
 """Rows from which on there is an interval: one row says nothing of how rows differ."""
+NUM_DIGITS = 12
+"""Of an interval's ends, behind the point."""
 CHUNK_ELEMENTS = 1 << 22
 """Of resamples at once: 64 MiB for their places and values."""
 
@@ -104,7 +106,8 @@ def bootstrap_interval(
         ]
     )
     low, high = np.quantile(means, (alpha / 2, 1 - alpha / 2))
-    return float(low), float(high)
+    # A sum that would be 0 may be a trace below, and 0 is what the low end is most often asked to reach.
+    return round(float(low), NUM_DIGITS), round(float(high), NUM_DIGITS)
 
 
 def mcnemar(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> float:

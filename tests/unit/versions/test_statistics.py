@@ -54,6 +54,13 @@ def test_resamples_that_fill_several_chunks_are_as_many() -> None:
     assert high - low == pytest.approx(2 * 1.96 * error, rel=0.1)
 
 
+def test_an_end_at_0_is_not_a_trace_below_it() -> None:
+    """A row lost wholly and three won by a third sum up to -2e-17, unrounded."""
+    found = bootstrap_interval(np.array([-1.0] + [1 / 3] * 12 + [0.0] * 3), seed=0)
+
+    assert found == (0.0, 0.3125)
+
+
 @pytest.mark.parametrize("num_rows", [0, 1])
 def test_too_few_rows_have_no_interval(num_rows: int) -> None:
     assert bootstrap_interval(np.ones(num_rows), seed=0) is None
