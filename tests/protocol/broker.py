@@ -417,9 +417,10 @@ class ModelImages(Images):
     async def _purge(self, subject: str) -> None:
         await effect()
         group_id = subject.split(".")[3]
-        self._world.broker.images.remove(group_id)
-        self._world.touch()
-        self._world.oracle.on_images_removed(group_id)
+        if group_id in self._world.broker.images:  # another trainer may have been as fast
+            self._world.broker.images.remove(group_id)
+            self._world.touch()
+            self._world.oracle.on_images_removed(group_id)
 
 
 class _Api:
