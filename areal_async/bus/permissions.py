@@ -21,6 +21,7 @@ from areal_async.protocol.subjects import (
     LAUNCHER,
     LINEAGE,
     NODES,
+    ROLLBACK,
     RUN_STATE,
     SERVERS,
     Names,
@@ -74,7 +75,7 @@ def permissions(role: Role, names: Names) -> Permissions:
             subscribe += [f"{run}.>", *_buckets(names), "$JS.EVENT.ADVISORY.>", f"{SERVICES_INBOX}.>"]
         case Role.CONTROLLER:
             publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.all_images, names.outcomes]
-            publish += _keys(names, ACCOUNTS, ADMITTED, ARMS, CHANGES, CONTROL, HOSTS, RUN_STATE)
+            publish += _keys(names, ACCOUNTS, ADMITTED, ARMS, CHANGES, CONTROL, HOSTS, ROLLBACK, RUN_STATE)
             publish += _keys(names, f"{ARM_STATES}>", "eval.>", "fleet.>", f"{SERVERS}>")
             publish.append(names.arm_tickets("*"))
             publish += _consume(names.eval_stream, names.eval_controller_consumer)
@@ -97,7 +98,7 @@ def permissions(role: Role, names: Names) -> Permissions:
             )
         case Role.TRAINER:
             publish += [names.cuts, names.outcomes, names.dead_groups, names.weights]
-            publish += _keys(names, LINEAGE, CHECKPOINT, JOURNAL, CARD, "weights.>")
+            publish += _keys(names, LINEAGE, CHECKPOINT, JOURNAL, CARD, ROLLBACK, "weights.>")
             publish += _consume(names.trajectories_stream, "*")
             publish += _api(
                 names.trajectories_stream,

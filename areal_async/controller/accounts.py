@@ -18,6 +18,8 @@ from areal_async.protocol.journal import Journal, JournalState, without_slots
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.types import Admitted, Cut, GroupId, Outcome, OutcomeKind, Version
 
+GIVEN_UP = (OutcomeKind.ABANDONED, OutcomeKind.ROLLED_BACK)
+"""Ends that say nothing of the group itself."""
 RUN_ENDED = "the run ended first"
 """The reason of a group that the run's end found unsettled."""
 ENDED_EARLY = "its name was used before it was admitted"
@@ -122,13 +124,13 @@ class Accounts:
             return
         self.journal.remove_from_cuts(outcome.group_id)
         self._num_settled_untrained += 1
-        if outcome.kind is not OutcomeKind.ABANDONED:
+        if outcome.kind not in GIVEN_UP:
             self.untrained[outcome.kind.value] += 1
             self.last_untrained = outcome.reason
         if outcome.kind in (OutcomeKind.FAILED, OutcomeKind.DEAD):
             self.num_consecutive_failed = 1 if outcome.num_whole_before else self.num_consecutive_failed + 1
             self.last_failure = outcome.reason
-        elif outcome.kind is not OutcomeKind.ABANDONED:
+        elif outcome.kind not in GIVEN_UP:
             self.num_consecutive_failed = 0
         if outcome.kind.readmits:
             self._readmit(outcome.group_id, num_failed_attempts=outcome.num_failed_attempts)
@@ -204,7 +206,7 @@ class Accounts:
         if self.held is None:
             return self.journal.restored_step
         if self.held.lineage < self.journal.lineage:
-            return min(self.held.step, self.journal.restored_step)
+            return min(self.journal.last_shared_step(self.held), self.journal.restored_step)
         return self.held.step
 
     @property

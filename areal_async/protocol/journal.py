@@ -18,7 +18,8 @@ import msgspec
 
 from areal_async.protocol.fields import Count
 from areal_async.protocol.id_sets import GroupIds, GroupIdsState
-from areal_async.protocol.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind
+from areal_async.protocol.staleness import last_shared_step
+from areal_async.protocol.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind, Version
 
 
 class JournalState(msgspec.Struct, kw_only=True):
@@ -33,7 +34,7 @@ class JournalState(msgspec.Struct, kw_only=True):
     branches: dict[str, int]
     last_cut_sequence: Count
     given_up: list[CutGroup]
-    """Those that have not ended since."""
+    """Those that have not ended since, or are recorded trained."""
     checkpoints: list[int]
     is_ended: bool
     checkpointed_step: Count
@@ -55,7 +56,7 @@ class Journal:
     """Surviving cut of each step, but for those that are closed: a checkpoint holds the step, so that nobody trains it
     again, and each group's end is recorded."""
     settled: GroupIds = field(default_factory=GroupIds)
-    """Groups with a settling outcome, of which the first counts (``end_of``)."""
+    """Groups with a settling outcome (``end_of``)."""
     branches: dict[str, int] = field(default_factory=dict)
     """Last common step with each older lineage, by the newest entry that has them (``Cut.branches``)."""
     last_cut_sequence: int = 0
@@ -144,7 +145,7 @@ class Journal:
             untrained={kind: groups.state() for kind, groups in self._untrained.items()},
             branches=self.branches,
             last_cut_sequence=self.last_cut_sequence,
-            given_up=[group for name, group in self.given_up.items() if name not in self.settled],
+            given_up=[group for name, group in self.given_up.items() if self._may_be_trained(name)],
             checkpoints=sorted(self.checkpoints),
             is_ended=self.is_ended,
             checkpointed_step=self._checkpointed_step,
@@ -189,9 +190,12 @@ class Journal:
         )
 
     def add_outcome(self, outcome: Outcome) -> bool:
-        """Read an outcome; say whether it settles its group now."""
+        """Read an outcome; say whether it settles its group now: the first one does, or what takes a training back."""
         group_id, kind = outcome.group_id, outcome.kind
-        if outcome.lineage < self.lineage or not kind.settles or group_id in self.settled:
+        if outcome.lineage < self.lineage or not kind.settles:
+            return False
+        takes_back = kind is OutcomeKind.ROLLED_BACK and self.end_of(group_id) is OutcomeKind.TRAINED
+        if group_id in self.settled and not takes_back:
             return False
         self.settled.add(group_id)
         if kind is OutcomeKind.TRAINED:
@@ -235,26 +239,45 @@ class Journal:
     def cut_to_replay(self, step: int) -> Cut:
         """Return a step's cut without the groups that fell out of it when it was first trained."""
         cut = self.cuts[step]
-        kept = [group for group in cut.groups if self.end_of(group.group_id) in (None, OutcomeKind.TRAINED)]
+        kept = [group for group in cut.groups if self._may_be_trained(group.group_id)]
         return msgspec.structs.replace(cut, groups=kept)
 
     def without_end(self) -> list[CutGroup]:
-        """Return the groups of given-up cuts that are neither recorded nor cut again.
+        """Return the groups of given-up cuts that are not cut again, and not recorded, or recorded trained.
 
         The lineage that gave them up did not record it; with their messages gone nobody else would know of them.
         """
         cut_again = self.open_groups()
-        return [group for name, group in self.given_up.items() if name not in self.settled and name not in cut_again]
+        given_up = self.given_up.items()
+        return [group for name, group in given_up if self._may_be_trained(name) and name not in cut_again]
+
+    def _may_be_trained(self, group_id: str) -> bool:
+        return self.end_of(group_id) in (None, OutcomeKind.TRAINED)
+
+    def last_shared_step(self, version: Version) -> int:
+        """Return the last step up to ``version`` that the newest lineage has in common with it."""
+        branches = {int(lineage): step for lineage, step in self.branches.items()}
+        return last_shared_step(version, lineage=self.lineage, branches=branches)
 
     def unknown_to(self, step: int, trained: Iterable[str]) -> list[str]:
-        """Return which groups, trained in ``step`` as a checkpoint says, its surviving cut does not hold.
+        """Return which groups, trained in ``step`` as a checkpoint says, its surviving cut does not hold any more.
 
         Of a closed cut, those that were trained in no step: what ended so is not trained again.
         """
         if step in self.cuts:
             held = {group.group_id for group in self.cuts[step].groups}
-            return sorted(set(trained) - held)
+            return sorted(one for one in set(trained) if one not in held or not self._may_be_trained(one))
         return sorted(one for one in trained if not self.is_cut(step) or self.end_of(one) is not OutcomeKind.TRAINED)
+
+    def fits(self, version: Version, trained: Iterable[tuple[int, list[str]]]) -> bool:
+        """Say whether a checkpoint holds nothing that was given up since, or ended otherwise.
+
+        Args:
+            trained: steps with the groups that it was trained on.
+        """
+        return self.last_shared_step(version) == version.step and not any(
+            self.unknown_to(step, groups) for step, groups in trained
+        )
 
     def open_groups(self) -> set[str]:
         """Return the groups of the surviving cuts; those of closed ones are settled."""

@@ -83,6 +83,31 @@ class Changes(Record, frozen=True, kw_only=True):
     """Dotted name -> its newest change."""
 
 
+class Rollback(Record, frozen=True, kw_only=True):
+    """KV ``rollback``: the newest order to go on from an earlier checkpoint. The controller writes it on an operator's
+    order, the trainer on an alarm's; a trainer carries it out as it takes its lineage, and writes that it has."""
+
+    number: Count = 0
+    """Orders so far, this one included."""
+    version: OptionalVersionText = ""
+    """The checkpoint to go on from; empty where there was no order yet."""
+    by: str = ""
+    reason: str = ""
+    at: str = ""
+    """Time, in UTC as ISO 8601."""
+    num_by_alarm: Count = 0
+    """Orders so far that an alarm gave."""
+    lineage: Count = 0
+    """The one that has carried it out, or refused it; 0 while nobody has."""
+    refusal: str = ""
+    """Why it could not be carried out."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a lineage that begins is to carry it out."""
+        return bool(self.version) and not self.lineage
+
+
 class SharedSettings(Record, frozen=True, kw_only=True):
     """KV ``settings``: what the run does, for who joins it from elsewhere. The launcher writes it at each start."""
 

@@ -27,11 +27,18 @@ def age_at(*, step: int, version: Version, lineage: int, branches: Mapping[int, 
     """
     if version.lineage > lineage:
         raise ValueError(f"age: got version {version} of a newer lineage, need at most lineage {lineage}")
-    shared = [branches[mid] for mid in range(version.lineage + 1, lineage + 1) if mid in branches]
-    ancestor = min(shared, default=version.step)
-    if version.step <= ancestor:
-        return step - 1 - version.step
+    ancestor = last_shared_step(version, lineage=lineage, branches=branches)
     return (step - 1 - ancestor) + (version.step - ancestor)
+
+
+def last_shared_step(version: Version, *, lineage: int, branches: Mapping[int, int]) -> int:
+    """Return the last step that ``lineage`` has in common with ``version``: its own, where nothing parted them.
+
+    Args:
+        branches: as of ``age_at``.
+    """
+    parted = (step for mid, step in branches.items() if version.lineage < mid <= lineage)
+    return min((version.step, *parted))
 
 
 def oldest_age_at(*, step: int, first: Version, last: Version, lineage: int, branches: Mapping[int, int]) -> int:

@@ -285,6 +285,8 @@ class OutcomeKind(StrEnum):
     """One slot came after its group was settled. Settles nothing."""
     DUPLICATE = "duplicate"
     """One slot was dropped for another producer's. Settles nothing."""
+    ROLLED_BACK = "rolled_back"
+    """It was recorded trained, and the weights that it was trained in were given up. Ends a ``TRAINED`` group too."""
     READMITTED = "readmitted"
     """A dead group is tried again by the operator: its prompt gets ``max_attempts`` attempts. Settles nothing."""
 
@@ -296,7 +298,7 @@ class OutcomeKind(StrEnum):
     @property
     def readmits(self) -> bool:
         """Whether the prompt is tried again, without anybody asking."""
-        return self in (OutcomeKind.FAILED, OutcomeKind.ABANDONED)
+        return self in (OutcomeKind.FAILED, OutcomeKind.ABANDONED, OutcomeKind.ROLLED_BACK)
 
 
 class Outcome(Record, frozen=True, kw_only=True):

@@ -19,7 +19,8 @@ from areal_async.bus.sweep import StoredSequences
 from areal_async.errors import BusError, ConflictError, ConsumerGoneError, StreamFullError
 from areal_async.protocol import wire
 from areal_async.protocol.events import Event
-from areal_async.protocol.subjects import JOURNAL, Names
+from areal_async.protocol.run_state import Rollback
+from areal_async.protocol.subjects import JOURNAL, ROLLBACK, Names
 from areal_async.protocol.types import Cut, Outcome, Record, StoredMessage, Ticket
 
 if TYPE_CHECKING:
@@ -137,6 +138,20 @@ class Broker:
             return self.keys
         return {key: (record, at) for at, key, record in self.writes if at <= revision}
 
+    @property
+    def rollback(self) -> Rollback:
+        """The newest order to go back."""
+        order = self.keys.get(ROLLBACK, (Rollback(), 0))[0]
+        assert isinstance(order, Rollback)
+        return order
+
+    def write(self, key: str, record: Record) -> int:
+        """Write a key, whatever it has been; return the revision."""
+        self.revision += 1
+        self.keys[key] = record, self.revision
+        self.writes.append((self.revision, key, record))
+        return self.revision
+
     def delete_message(self, sequence: int) -> StoredMessage | None:
         for consumer in self.consumers.values():
             if sequence in consumer.pending:
@@ -207,9 +222,7 @@ class ModelBus:
 
     def _set(self, key: str, record: Record) -> int:
         self._world.touch()
-        self._broker.revision += 1
-        self._broker.keys[key] = record, self._broker.revision
-        self._broker.writes.append((self._broker.revision, key, record))
+        self._broker.write(key, record)
         self._see(key, self._broker.revision)
         self._see(KEYS, self._broker.revision)
         return self._broker.revision

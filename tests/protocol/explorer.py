@@ -60,6 +60,9 @@ FAULTS = {
 }
 """How often each is tried; every run leaves some out and has more of others, so that rare meetings get their chance."""
 REPAIRS = ("wake", "revive")
+GO_BACK = "go back"
+GO_BACK_WEIGHT = 20
+"""As of ``FAULTS``, where a run does so."""
 
 
 def befall(world: World, fault: str, rng: random.Random) -> None:
@@ -99,6 +102,8 @@ def befall(world: World, fault: str, rng: random.Random) -> None:
             for process in world.alive("trainer"):
                 process.state.stop()
                 world.touch()
+        case "go back" if world.config.goes_back:
+            world.order_rollback(rng)
         case "forget ids":
             world.forget_ids()
         case "tick":
@@ -116,6 +121,7 @@ def finish(world: World, rng: random.Random) -> int:
     world.is_fair = True
     for process in world.processes:
         process.is_stalled = False
+    world.carry_out_order()
     num_steps = num_ticks = 0
     while not world.is_over:
         threads = world.runnable()
@@ -153,6 +159,9 @@ def run_once(report: Report, *, seed: int, config: Config | None = None, max_ste
     share = rng.choice((0.0, 0.02, 0.05, 0.1, 0.2))
     names = list(FAULTS)
     weights = [weight * rng.choice((0, 1, 1, 4)) if name not in REPAIRS else weight for name, weight in FAULTS.items()]
+    if config.goes_back:
+        names.append(GO_BACK)
+        weights.append(GO_BACK_WEIGHT)
     burst = rng.choice((1, 1, 4, 16))  # steps of one process before another's turn
     num_steps = 0
     try:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 Content = tuple[frozenset[str], ...]
 """What weights were trained on: the sample uids of each step. Equal contents are equal weights."""
 
+AGAIN = (OutcomeKind.FAILED, OutcomeKind.ABANDONED, OutcomeKind.ROLLED_BACK)
+"""Ends after which a prompt is tried again."""
 UNTRAINED_ENDS = (OutcomeKind.STALE, OutcomeKind.FILTERED, OutcomeKind.REJECTED, OutcomeKind.DEAD)
 
 
@@ -74,6 +76,8 @@ class Oracle:
         self._order: list[tuple[int, int]] = []
         """The prompts, as they have their turn."""
         self._checkpoint: Content = ()
+        self._taken_back: dict[str, int] = {}
+        """Group that was trained in weights which the run went back behind -> the lineage that did so."""
         self.seen: Counter[str] = Counter()
         """How often each kind of thing has happened: to know what was explored."""
 
@@ -95,15 +99,20 @@ class Oracle:
         if entry.author and record.lineage < self._lineage:
             self.seen["outcome fenced"] += 1
             return
-        if record.group_id in self._outcomes:
+        before = self._outcomes.get(record.group_id)
+        takes_back = record.kind is OutcomeKind.ROLLED_BACK and before and before.kind is OutcomeKind.TRAINED
+        if before is not None and not takes_back:
             return
         require(record.group_id in self._tickets, "P7 covered", f"{record.group_id} ends, and was never admitted")
         self._outcomes[record.group_id] = record
         if record.reason == OVER_AGE and self._config.when_stale == "wait":
             require(self._had_mishap, "P7 length bias", f"{record.group_id} was not waited for under when_stale: wait")
-        if record.kind is OutcomeKind.TRAINED:
-            is_held = any(_group_of(uid) == record.group_id for step in self._checkpoint for uid in step)
+        is_held = any(_group_of(uid) == record.group_id for step in self._checkpoint for uid in step)
+        is_going = record.lineage < self._taken_back.get(record.group_id, 0)  # a newer lineage is about to begin
+        if record.kind is OutcomeKind.TRAINED and not is_going:
             require(is_held, "P1 durable", f"{record.group_id} is recorded trained, and the checkpoint lacks it")
+        if record.kind is OutcomeKind.ROLLED_BACK:
+            require(not is_held, "P1 durable", f"{record.group_id} is rolled back, and the checkpoint holds it")
         if record.kind in (OutcomeKind.FAILED, OutcomeKind.DEAD):
             self._check_attempts(record)
 
@@ -136,7 +145,7 @@ class Oracle:
         if group.attempt:
             before = str(GroupId(group.epoch, group.index, group.attempt - 1))
             end = self._outcomes.get(before)
-            is_due = end is not None and end.kind in (OutcomeKind.FAILED, OutcomeKind.ABANDONED)
+            is_due = end is not None and end.kind in AGAIN
             require(is_due, "P7 covered", f"{ticket.group_id} is tried again after {end.kind if end else 'nothing'}")
             self.seen["readmission"] += 1
 
@@ -147,7 +156,7 @@ class Oracle:
         elif key == CHECKPOINT and isinstance(record, CheckpointRecord) and record.path:
             is_fenced = 0 < bus.lineage < self._lineage
             require(not is_fenced, "P2 once", f"lineage {bus.lineage} records a checkpoint, {self._lineage} has begun")
-            self._check_checkpoint(record)
+            self._check_checkpoint(record, lineage=bus.lineage)
 
     def _check_admitted(self, record: Admitted) -> None:
         old, self._admitted = self._admitted, record
@@ -188,9 +197,13 @@ class Oracle:
             prompts.append((epoch, index))
         return prompts
 
-    def on_admission(self, *, total: int, log_length: int, held: Version) -> None:
-        """A controller admits, having read so much of the log, and seen that the servers hold this version."""
-        settled, cuts, lineage, restored_step = set(), dict[int, set[str]](), 0, 0
+    def on_admission(self, *, total: int, log_length: int, held: Version, num_settled: int) -> None:
+        """A controller admits, having read so much of the log, and seen that the servers hold this version.
+
+        Args:
+            num_settled: groups, by its books.
+        """
+        settled, cuts, lineage, restored_step, branches = set(), dict[int, set[str]](), 0, 0, dict[str, int]()
         for entry in self._world.broker.log[:log_length]:
             record = entry.record
             if record.lineage < lineage:
@@ -203,12 +216,18 @@ class Oracle:
             elif record.kind in (CutKind.CUT, CutKind.BRANCH):
                 first = record.step + (record.kind is CutKind.BRANCH)
                 cuts = {step: groups for step, groups in cuts.items() if step < first}
+                branches = record.branches
                 if record.kind is CutKind.CUT:
                     cuts[record.step] = {group.group_id for group in record.groups}
-        held_step = held.step if held.lineage >= lineage else min(held.step, restored_step)
+        held_step = held.step
+        if held.lineage < lineage:
+            shared = [step for one, step in branches.items() if int(one) > held.lineage]
+            held_step = min(held.step, restored_step, *shared)
         trained = {name for step, groups in cuts.items() if step <= held_step for name in groups}
         bound = (self._config.max_staleness + 1) * self._config.batch_groups
-        in_flight = total - len(settled | trained)
+        counted = len(settled | trained)
+        require(num_settled == counted, "credit", f"{num_settled} groups are settled by the books, {counted} are")
+        in_flight = total - counted
         require(in_flight <= bound, "credit", f"{in_flight} groups in flight, at most {bound}")
 
     def on_ticket_acked(self, ticket: Ticket) -> None:
@@ -259,8 +278,8 @@ class Oracle:
 
     # training
 
-    def on_train(self, cut: Cut, *, start: Content, slots: Iterable[Any], step: int) -> None:
-        """A step is about to train these slots (``BatchSlot``)."""
+    def on_train(self, lineage: int, *, start: Content, slots: Iterable[Any], step: int) -> None:
+        """A lineage's step is about to train these slots (``BatchSlot``)."""
         config = self._config
         trained = {(_group_of(uid), _sibling_of(uid)) for before in start for uid in before}
         groups: dict[str, set[int]] = {}
@@ -270,6 +289,8 @@ class Oracle:
             key = placed.group_id, slot.sibling
             require(key not in trained, "P2 once", f"slot {key} trains in step {step} and in one before")
             trained.add(key)
+            is_over = lineage >= self._taken_back.get(placed.group_id, lineage + 1)
+            require(not is_over, "rollback", f"{placed.group_id} trains in step {step}, and was taken back")
             groups.setdefault(placed.group_id, set()).add(slot.sibling)
             require(_group_of(slot.sample_uid) == placed.group_id, "P4 whole", f"{slot.sample_uid} is a neighbour's")
             require(slot.status is SlotStatus.SCORED, "P4 whole", f"{slot.sample_uid} is {slot.status}")
@@ -302,12 +323,26 @@ class Oracle:
         held = self.weights.setdefault(version, content)
         require(held == content, "P5 versioned", f"{version} names two different weights")
 
-    def _check_checkpoint(self, record: CheckpointRecord) -> None:
-        self._checkpoint = self._world.disk[record.path][1]
+    def _check_checkpoint(self, record: CheckpointRecord, *, lineage: int) -> None:
+        before, self._checkpoint = self._checkpoint, self._world.disk[record.path][1]
+        if len(self._checkpoint) < len(before):
+            self._on_going_back(lineage)
         ledger = self._world.disk[record.path][0]
         groups = {_group_of(uid) for step in self._checkpoint for uid in step}
         listed = {name for names in ledger.trained.values() for name in names}
         require(groups == listed, "P2 once", f"checkpoint {record.version} lists {listed}, and holds {groups}")
+
+    def _on_going_back(self, lineage: int) -> None:
+        """Note what was trained in any weights that have come of those that the run goes back to."""
+        require(
+            self._world.broker.rollback.is_due, "P2 once", f"lineage {lineage} goes back, and nobody has ordered it"
+        )
+        self.seen["went back"] += 1
+        num_steps = len(self._checkpoint)
+        for content in self.weights.values():
+            if content[:num_steps] == self._checkpoint:
+                groups = {_group_of(uid) for step in content[num_steps:] for uid in step}
+                self._taken_back |= dict.fromkeys(groups - self._taken_back.keys(), lineage)
 
     # the end
 

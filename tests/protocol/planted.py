@@ -20,11 +20,13 @@ from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.curriculum import Curriculum
 from areal_async.controller.sampler import MixedSampler, RowPool, Sampler
 from areal_async.protocol.journal import Journal
+from areal_async.protocol.run_state import Rollback
 from areal_async.protocol.subjects import ADMITTED, CHECKPOINT, LINEAGE
 from areal_async.protocol.types import (
     Admitted,
     CheckpointRecord,
     Cut,
+    CutGroup,
     CutKind,
     CutSlot,
     GroupId,
@@ -426,6 +428,69 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(NodeModel, "_store", store)
     patch.setattr(ModelImages, "store", nothing)
+
+
+@_planted("going back leaves what was cut since in the journal")
+def _(patch: pytest.MonkeyPatch) -> None:
+    async def write_branch(self: Lineage, journal: Journal) -> int:
+        return self._last_cut_sequence
+
+    patch.setattr(Lineage, "write_branch", write_branch)
+
+
+@_planted("an order to go back is over before what was cut since is given up")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right, end = Lineage.write_branch, Lineage.end_rollback
+
+    async def write_branch(self: Lineage, journal: Journal) -> int:
+        assert self.rollback is not None
+        await end(self, self.rollback)
+        return await right(self, journal)
+
+    async def nothing(self: Lineage, order: Rollback, *, refusal: str = "") -> None:
+        pass
+
+    patch.setattr(Lineage, "write_branch", write_branch)
+    patch.setattr(Lineage, "end_rollback", nothing)
+
+
+@_planted("the run goes back to what it has gone back behind before")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("areal_async.protocol.journal.last_shared_step", lambda version, **_: version.step)
+
+
+@_planted("what was recorded trained stays so where the run goes back")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = Journal.without_end
+
+    def without_end(self: Journal) -> list[CutGroup]:
+        return [group for group in right(self) if group.group_id not in self.settled]
+
+    patch.setattr(Journal, "without_end", without_end)
+
+
+@_planted("the credit of a group that is rolled back does not return")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = Accounts.add_outcome
+
+    def add_outcome(self: Accounts, outcome: Outcome) -> None:
+        before = self._num_settled_untrained
+        right(self, outcome)
+        if outcome.kind is OutcomeKind.ROLLED_BACK:
+            self._num_settled_untrained = before
+
+    patch.setattr(Accounts, "add_outcome", add_outcome)
+
+
+@_planted("being rolled back counts as a failed attempt")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = Accounts._readmit
+
+    def readmit(self: Accounts, group_id: str, *, num_failed_attempts: int) -> None:
+        num_failed_attempts += self.journal.end_of(group_id) is OutcomeKind.ROLLED_BACK
+        right(self, group_id, num_failed_attempts=num_failed_attempts)
+
+    patch.setattr(Accounts, "_readmit", readmit)
 
 
 def _have_followers_asked(patch: pytest.MonkeyPatch) -> None:

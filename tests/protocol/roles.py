@@ -164,6 +164,7 @@ class ControllerModel:
                 total=admission.record.total,
                 log_length=self.num_read,
                 held=admission.version,
+                num_settled=self.accounts.num_settled,
             )
             await self._admit(admission)
 

@@ -9,6 +9,7 @@ from tests.protocol.world import Config
 NUM_STEPS = 100_000
 MAX_STEPS_TO_FIND = 200_000
 PURGED = Config(min_group_size=2, steps=5, max_attempts=3)
+BACK = Config(goes_back=True, steps=6, batch_groups=1, checkpoint_every=1, num_nodes=1, capacity=4, max_held=1000)
 WHERE = {
     "an older trainer can still record a checkpoint": Config(batch_groups=1, steps=5, checkpoint_every=1),
     "a trainer purges without asking whether a newer one has begun": PURGED,
@@ -26,12 +27,21 @@ WHERE = {
     "a sweep takes the images of groups that the trainer has not heard of": Config(has_images=True),
     "a group is over once it is in a cut": Config(has_images=True),
     "a node stores a slot before what it shows": Config(has_images=True),
+    "going back leaves what was cut since in the journal": BACK,
+    "an order to go back is over before what was cut since is given up": BACK._replace(max_attempts=3),
+    "the run goes back to what it has gone back behind before": BACK,
+    "what was recorded trained stays so where the run goes back": BACK,
+    "the credit of a group that is rolled back does not return": BACK,
+    "being rolled back counts as a failed attempt": BACK._replace(group_size=1),
 }
 """Settings under which a fault is looked for, where drawn ones seldom lead there."""
 FIRST_SEED = {
-    "a trainer purges without asking whether a newer one has begun": 20_500,
+    "a trainer purges without asking whether a newer one has begun": 21_500,
     "a curriculum decides by what is known by now": 750,
-    "a controller that begins leaves the record to another one": 500,
+    "a zombie's cuts and outcomes count": 300,
+    "a controller that ends the run trusts the cursor it remembers": 500,
+    "a controller that begins leaves the record to another one": 900,
+    "images are removed without asking whether a newer trainer has begun": 200,
     "a trainer takes for lost what a follower has not heard of": 500,
 }
 """Where the seeds from 1 on come to a fault late."""
@@ -42,8 +52,10 @@ MET = (
     "outcome duplicate",
     "outcome late",
     "outcome rejected",
+    "outcome rolled_back",
     "outcome trained",
     "payload lost",
+    "went back",
     "readmission",
     "prompt passed over",
     "mix changed",

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from tests.protocol.explorer import FAULTS, befall, finish
+from tests.protocol.explorer import FAULTS, GO_BACK, befall, finish
 from tests.protocol.roles import Roles
 from tests.protocol.world import World, any_config
 
@@ -42,7 +42,7 @@ class Protocol(RuleBasedStateMachine):
             if threads:
                 self.world.step(self.random.choice(threads))
 
-    @rule(fault=st.sampled_from(sorted(FAULTS)))
+    @rule(fault=st.sampled_from([*sorted(FAULTS), GO_BACK]))
     def mishap(self, fault: str) -> None:
         """Let something befall it."""
         assert self.world is not None

@@ -10,7 +10,7 @@ from areal_async.algorithms.advantages import AdvantageRule
 from areal_async.bus.sweep import settled_prefix
 from areal_async.errors import PipelineError
 from areal_async.protocol.journal import Journal
-from areal_async.protocol.run_state import ServerState
+from areal_async.protocol.run_state import Rollback, ServerState
 from areal_async.protocol.types import (
     CheckpointRecord,
     Cut,
@@ -62,9 +62,17 @@ class TrainerModel:
         self.bus = self.process.bus
         self.lineage = await Lineage.take(self.bus)  # type: ignore[arg-type]
         self.number = self.bus.lineage = self.lineage.number
-        await self.lineage.read_log()
+        order = self.lineage.rollback
+        refusal = "" if order is None else await self._go_back(order)
+        journal = await self.lineage.read_log()
         begin = await self.lineage.write_begin()
-        self.journal = Journal()
+        if order is not None:
+            if not refusal:
+                begin = await self.lineage.write_branch(journal)
+            await self.lineage.end_rollback(order, refusal=refusal)
+        checkpoint = self.lineage.checkpoint
+        restored_step = Version.parse(checkpoint.version).step if checkpoint is not None else 0
+        self.journal = Journal(own_lineage=self.number, own_step=restored_step)
         for entry in await self.bus.read_log("", ""):
             self._read(entry)
             if entry.sequence == begin:
@@ -90,6 +98,20 @@ class TrainerModel:
         self.wants_stop = True
         if self.planner is not None:
             self.planner.is_stopping = True
+
+    # restoring
+
+    async def _go_back(self, order: Rollback) -> str:
+        """Make the ordered checkpoint one of this lineage; return why that cannot be."""
+        if not self.world.fits(order.version, await self.lineage.read_log(is_whole=True)):
+            return "it is of a lineage that was given up"
+        await effect()
+        path = f"checkpoints/{self.number}-{Version.parse(order.version).step}"
+        self.world.disk[path] = self.world.disk[f"checkpoints/{order.version}"]
+        version = path.rpartition("/")[2]
+        self.world.oracle.on_weights(Version.parse(version), self.world.disk[path][1])
+        await self.lineage.record_checkpoint(CheckpointRecord(version=version, path=path))
+        return ""
 
     # Trainer
 
@@ -181,7 +203,7 @@ class TrainerModel:
             await self._settle(batch.unusable, OutcomeKind.FAILED, reason="payloads are gone", step=cut.step)
         await effect()
         used = batch.slots
-        self.world.oracle.on_train(cut, start=self.content, slots=used, step=cut.step)
+        self.world.oracle.on_train(self.number, start=self.content, slots=used, step=cut.step)
         self.step = cut.step
         self.content = (*self.content, frozenset(placed.item.slot.sample_uid for placed in used))
         self.trained = {**self.trained, cut.step: sorted({placed.group_id for placed in used})}

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from areal_async.config.settings import Settings
 from areal_async.errors import BusError, FencedError
+from areal_async.protocol.journal import Journal
+from areal_async.protocol.run_state import Rollback
 from areal_async.protocol.staleness import max_groups_in_flight
-from areal_async.protocol.subjects import RUN_STATE
-from areal_async.protocol.types import WeightsVersion
+from areal_async.protocol.subjects import ROLLBACK, RUN_STATE
+from areal_async.protocol.types import Cut, Version, WeightsVersion
 from tests.protocol.broker import NAMES, Broker, ModelBus, Pause
 from tests.protocol.oracle import Content, Oracle
 
@@ -31,6 +33,8 @@ ARMED = (
 MAX_ZOMBIES = 2
 OLD_SHARE = 0.15
 """Of a cluster's answers: they come from a server that is not up to date."""
+ORDERED_AT_ONCE = 0.7
+"""Of the orders to go back: the others wait for a trainer that begins anyway."""
 STALLED_SHARE = 0.6
 """Of the replaced processes: they stand still until something wakes them."""
 
@@ -60,6 +64,8 @@ class Config(NamedTuple):
     """Between whom the rows are parted; the mix of several changes on the way."""
     is_clustered: bool = False
     """Whether the broker has several servers, of which one that is not up to date may answer a read."""
+    goes_back: bool = False
+    """Whether operators have it go on from an earlier checkpoint, now and then."""
     has_images: bool = False
     """Whether each trajectory shows an image, the same for all of a group."""
 
@@ -109,6 +115,7 @@ def any_config(rng: random.Random) -> Config:
     config = config._replace(is_clustered=config.num_rows == 3 or config.steps == 5)
     config = config._replace(has_images=config.capacity == 2)
     # Not drawn: the runs of all other seeds stay what they were.
+    config = config._replace(goes_back=config.max_attempts == 3)
     if config.num_rows == 2 and config.loses_payloads:
         return config._replace(keep=0.5)
     return config._replace(num_tasks=2) if config.num_rows == 5 and config.loses_payloads else config
@@ -177,6 +184,8 @@ class World:
         self.processes: list[Process] = []
         self.num_processes = 0
         self.num_faults = 0
+        self.num_effects_to_kill = 0
+        """After so many effects of trainers one is killed; 0 for none: to have some die while they go back."""
         self.has_forgotten = False
         """The duplicate window has been over once."""
         self.revive()
@@ -201,6 +210,11 @@ class World:
     def step(self, thread: Thread) -> bool:
         """Let a coroutine go on to its next wait; say whether that was an effect."""
         process = thread.process
+        if process.role == "trainer" and self.num_effects_to_kill:
+            self.num_effects_to_kill -= 1
+            if not self.num_effects_to_kill:
+                self.kill(process)
+                return True
         try:
             pause = thread.coroutine.send(None)
         except StopIteration:
@@ -290,6 +304,38 @@ class World:
         for lease in dead:
             self.expire(lease.sequence)
         return bool(dead)
+
+    def fits(self, version: str, journal: Journal) -> bool:
+        """Say whether the run may go on from a checkpoint."""
+        ledger, _ = self.disk[f"checkpoints/{version}"]
+        return journal.fits(Version.parse(version), ledger.trained.items())
+
+    def order_rollback(self, rng: random.Random) -> None:
+        """Have the run go on from an earlier checkpoint, unless it is about to end; the trainer may take long to go."""
+        newest, _ = self.broker.keys.get(NAMES.weights_key(), (None, 0))
+        journal = Journal()
+        for entry in self.broker.log:
+            if isinstance(entry.record, Cut):
+                journal.add_cut(entry.record, sequence=entry.sequence)
+            else:
+                journal.add_outcome(entry.record)
+        versions = [Version.parse(path.rpartition("/")[2]) for path in self.disk]
+        there = [version for version in versions if self.fits(str(version), journal)]
+        if there and isinstance(newest, WeightsVersion) and not newest.final:
+            wanted = min(rng.choices(there, k=2), key=lambda one: one.step)
+            order = Rollback(number=self.broker.rollback.number + 1, version=str(wanted))
+            self.broker.write(ROLLBACK, order)
+            self.touch()
+            if rng.random() < ORDERED_AT_ONCE:
+                self.carry_out_order()
+                self.revive()
+                self.num_effects_to_kill = rng.choice((0, rng.randint(12, 30)))
+
+    def carry_out_order(self) -> None:
+        """Kill the trainer where an order waits for the next one, as the launcher does."""
+        if self.broker.rollback.is_due:
+            for process in self.alive("trainer"):
+                self.kill(process)
 
     def lose_payload(self, sequence: int) -> None:
         message = self.broker.delete_message(sequence)

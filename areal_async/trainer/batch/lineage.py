@@ -3,19 +3,23 @@
 One trainer at a time: a compare-and-set on KV ``lineage`` takes the next number; the broker's consumer of
 the older lineage is deleted, so a zombie's acks reach nothing, and a ``begin`` entry in the journal fences
 its cuts and outcomes for every reader. All else that a lineage writes is compare-and-set as well.
+
+Going back: the record of the checkpoint first, then ``begin`` and ``branch`` at its step, then the order's end. Whoever
+is killed in between leaves the order due, and the next lineage does all of it again.
 """
 
 from contextlib import suppress
 
 import msgspec
+import structlog
 
 from areal_async.bus import Bus, JournalSnapshots, Message, entries_after, take_trainer_consumer
-from areal_async.errors import ConflictError, FencedError
+from areal_async.errors import ConflictError, DeniedError, FencedError
 from areal_async.process.failpoints import failpoint
 from areal_async.protocol.events import CheckpointWritten, Event, WeightsAnnounced
 from areal_async.protocol.journal import Journal
-from areal_async.protocol.run_state import CardHold
-from areal_async.protocol.subjects import CARD, CHECKPOINT, LINEAGE
+from areal_async.protocol.run_state import CardHold, Rollback
+from areal_async.protocol.subjects import CARD, CHECKPOINT, LINEAGE, ROLLBACK
 from areal_async.protocol.types import (
     DISK,
     DISTRIBUTED,
@@ -28,6 +32,8 @@ from areal_async.protocol.types import (
     WeightsVersion,
 )
 
+log = structlog.get_logger()
+
 
 class Lineage:
     """This trainer's writes to the run's state, each fenced."""
@@ -36,6 +42,8 @@ class Lineage:
         self._bus = bus
         self.number = number
         self.checkpoint = checkpoint
+        self.rollback: Rollback | None = None
+        """An order to go back that nobody has carried out."""
         self._revisions: dict[str, int] = {}
         self._last_cut_sequence = 0
         self.snapshots = JournalSnapshots(bus)
@@ -64,7 +72,8 @@ class Lineage:
                 # the older trainer has written its own anew (``_is_mine``)
         await lineage.take_consumer()
         await lineage._take_checkpoint()
-        await lineage._take_weights()
+        if not await lineage._take_weights():
+            await lineage._take_rollback()
         return lineage
 
     async def take_consumer(self) -> None:
@@ -122,6 +131,25 @@ class Lineage:
         """Fence the older lineages in the log; return the entry's stream sequence."""
         restored_step = Version.parse(self.checkpoint.version).step if self.checkpoint else 0
         return await self.write_cut(Cut(kind=CutKind.BEGIN, lineage=self.number, step=restored_step))
+
+    async def write_branch(self, journal: Journal) -> int:
+        """Give up what was cut after the checkpoint, on an order to go back; return the entry's stream sequence.
+
+        Args:
+            journal: as it was before this lineage began.
+        """
+        failpoint("trainer.before_branch")
+        shared_step = Version.parse(self.checkpoint.version).step if self.checkpoint else 0
+        branches = {**journal.branches, str(self.number): shared_step}
+        return await self.write_cut(Cut(kind=CutKind.BRANCH, lineage=self.number, step=shared_step, branches=branches))
+
+    async def end_rollback(self, order: Rollback, *, refusal: str = "") -> None:
+        """Say that an order is carried out, or why it was not, unless there is a newer one since."""
+        failpoint("trainer.before_rollback_ends")
+        ended = msgspec.structs.replace(order, lineage=self.number, refusal=refusal)
+        with suppress(ConflictError):
+            self._revisions[ROLLBACK] = await self._bus.compare_and_set(ROLLBACK, ended, self._revisions[ROLLBACK])
+        self.rollback = None
 
     async def write_cut(self, entry: Cut) -> int:
         """Add an entry to the journal, directly after the last one this lineage knows.
@@ -202,18 +230,39 @@ class Lineage:
             self.checkpoint = mine if mine.path else None
             return
 
-    async def _take_weights(self) -> None:
-        """Have an older trainer, which goes on until it notices, announce nothing more and send to nobody."""
+    async def _take_weights(self) -> bool:
+        """Have an older trainer, which goes on until it notices, announce nothing more and send to nobody.
+
+        Say whether it has announced the run's last version.
+        """
         key = self._bus.names.weights_key()
         while True:
             held, revision = await self._bus.get(key, WeightsVersion)
             if held is None:
-                return  # the very first version is the same from everyone
+                return False  # the very first version is the same from everyone
             kind = DISK if held.kind == DISTRIBUTED else held.kind
             mine = msgspec.structs.replace(held, kind=kind, group=None, buckets=[], taken_by=self.number)
             with suppress(ConflictError):  # that older trainer was faster
                 self._revisions[key] = await self._bus.compare_and_set(key, mine, revision)
+                return held.final
+
+    async def _take_rollback(self) -> None:
+        """Have the order that is due, which an older trainer can end no more.
+
+        None is, once the run's last version is announced: those who see that end the run, and its next start takes it.
+        """
+        while True:
+            held, revision = await self._bus.get(ROLLBACK, Rollback)
+            mine = held or Rollback()
+            try:
+                self._revisions[ROLLBACK] = await self._bus.compare_and_set(ROLLBACK, mine, revision)
+            except ConflictError:
+                continue
+            except DeniedError as exc:  # an external broker whose permissions are older than this
+                log.warning("rollback.not_read", reason=str(exc))
                 return
+            self.rollback = mine if mine.is_due else None
+            return
 
     async def _write(self, key: str, record: WeightsVersion | CheckpointRecord | CardHold) -> None:
         if key not in self._revisions:

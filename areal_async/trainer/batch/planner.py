@@ -95,9 +95,15 @@ class BatchPlanner(Generic[D]):
         """Groups in a cut or with a settling outcome: nothing more that comes for them is trained."""
         self._in_cuts: dict[str, CutGroup] = {}
         """Groups in cuts that no checkpoint holds, should they fall out."""
-        self._without_end = journal.without_end()
+        given_up = journal.without_end()
+        self._given_up = dict.fromkeys(group.group_id for group in given_up)
+        """Groups of cuts that were given up, and this is not recorded yet."""
+        in_cuts = (group for cut in journal.cuts.values() for group in cut.groups)
+        ends = ((group.group_id, journal.end_of(group.group_id)) for group in (*given_up, *in_cuts))
+        self._was_trained = {group_id for group_id, end in ends if end is OutcomeKind.TRAINED}
+        """Groups that are recorded trained, in cuts that were given up or may be."""
         self._num_known = self._num_whole = self._num_stale = self._num_failed = 0
-        self._take(self._without_end)
+        self._take(given_up)
         for _, cut in sorted(journal.cuts.items()):
             self.hold(cut)
 
@@ -153,6 +159,8 @@ class BatchPlanner(Generic[D]):
         """Note outcomes that are stored: what has come for their groups may be acked from now on."""
         for outcome in outcomes:
             self._recorded.add(outcome.group_id)
+            self._was_trained.discard(outcome.group_id)
+            self._given_up.pop(outcome.group_id, None)
             self._num_stale += outcome.kind is OutcomeKind.STALE
             if outcome.kind in (OutcomeKind.FAILED, OutcomeKind.DEAD):
                 self._num_failed += 1
@@ -207,7 +215,7 @@ class BatchPlanner(Generic[D]):
             FencedError: what is stored was sampled with the weights of a newer lineage.
         """
         room = min(room, self.image_room)
-        if left := [group.group_id for group in self._without_end if group.group_id not in self._recorded]:
+        if left := list(self._given_up):
             return Settle(left, OutcomeKind.ABANDONED, "its cut was given up")
         if self.is_stopping or self.step > self.settings.run.steps:
             return Cut(kind=CutKind.END, lineage=self.lineage, step=self.step)
@@ -242,11 +250,15 @@ class BatchPlanner(Generic[D]):
         ]
 
     def of_untrained(self, group_ids: Iterable[str], kind: OutcomeKind, *, reason: str, step: int) -> list[Outcome]:
-        """End groups without training them; return what is to be stored of it."""
+        """End groups without training them; return what is to be stored of it.
+
+        Of those that are recorded trained, only what is given up has another end.
+        """
+        gives_up = kind is OutcomeKind.ABANDONED
         outcomes = [
             self._untrained(group_id, kind, reason=reason, step=step)
             for group_id in group_ids
-            if group_id not in self._recorded
+            if group_id not in self._recorded or (gives_up and group_id in self._was_trained)
         ]
         self._close(outcome.group_id for outcome in outcomes)
         return outcomes
@@ -303,6 +315,8 @@ class BatchPlanner(Generic[D]):
 
     def _untrained(self, group_id: str, kind: OutcomeKind, *, reason: str, step: int) -> Outcome:
         group = self.open.get(group_id) or self._in_cuts.get(group_id)
+        if group_id in self._was_trained:
+            kind = OutcomeKind.ROLLED_BACK
         num_failed = group.num_failed_attempts if group else 0
         scored = group.scored if isinstance(group, OpenGroup) and kind in NOT_TRAINED else []
         if kind is OutcomeKind.FAILED:

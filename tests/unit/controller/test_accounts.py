@@ -1,6 +1,8 @@
 """Credit is admitted minus settled, and comes back when the servers hold what a group made."""
 
 import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal_async.controller.accounts import Accounts, Readmission, Readmissions
 from areal_async.protocol.run_state import ServerState
@@ -214,3 +216,62 @@ def test_the_operators_word_counts_under_every_lineage() -> None:
     accounts.add_outcome(_outcome("0-3-2", OutcomeKind.READMITTED, lineage=0))
 
     assert len(accounts.due_readmissions) == 1
+
+
+@given(
+    num_groups=st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    returns=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=3),
+)
+def test_going_back_returns_each_credit_once_and_asks_for_each_prompt_again(
+    num_groups: list[int], returns: list[tuple[int, int]]
+) -> None:
+    """From whatever is checkpointed to whatever step, again and again; what was in flight is so again."""
+    accounts, lineage, sequence, index = _accounts(admitted=0, limit=1000), 1, 1, 0
+    trained: list[list[str]] = []
+    for wanted_step, wanted_end in returns:
+        for count in num_groups:
+            names = [f"0-{index + offset}-0" for offset in range(count)]
+            index, sequence = index + count, sequence + 1
+            trained.append(names)
+            accounts.add_cut(_cut(len(trained), *names, lineage=lineage), sequence=sequence)
+        accounts.admitted = Admitted(total=index, num_fresh=index)
+        checkpointed = min(wanted_end, len(trained))
+        for step, names in enumerate(trained[:checkpointed], start=1):
+            for name in names:
+                accounts.add_outcome(Outcome(group_id=name, kind=OutcomeKind.TRAINED, lineage=lineage, step=step))
+        accounts.hold([_server(f"{lineage}-{len(trained)}")], newest=Version(99, 0))
+        assert accounts.num_in_flight == 0
+
+        step = min(wanted_step, len(trained))
+        lineage, sequence = lineage + 1, sequence + 2
+        branches = {**accounts.journal.branches, str(lineage): step}
+        accounts.add_cut(Cut(kind=CutKind.BEGIN, lineage=lineage, step=step), sequence=sequence)
+        accounts.add_cut(Cut(kind=CutKind.BRANCH, lineage=lineage, step=step, branches=branches), sequence=sequence)
+        given_up = [name for names in trained[step:] for name in names]
+        del trained[step:]
+        assert accounts.num_in_flight == len(given_up)
+
+        before = len(accounts.due_readmissions)
+        for name in [*given_up, *given_up]:
+            accounts.add_outcome(_outcome(name, OutcomeKind.ROLLED_BACK, failed=1, lineage=lineage))
+        assert accounts.num_in_flight == 0
+        again = accounts.due_readmissions[before:]
+        assert [(str(item.group_id), item.num_failed_attempts) for item in again] == [
+            (str(GroupId.parse(name).next_attempt), 1) for name in given_up
+        ]
+    assert accounts.num_consecutive_failed == 0
+
+
+def test_a_server_that_holds_what_was_given_up_has_no_more_than_what_it_shares() -> None:
+    accounts = _accounts()
+    for step in (1, 2):
+        accounts.add_cut(_cut(step, f"0-{step}-0"), sequence=step + 1)
+    accounts.add_cut(Cut(kind=CutKind.BEGIN, lineage=2, step=1), sequence=4)
+    accounts.add_cut(Cut(kind=CutKind.BRANCH, lineage=2, step=1, branches={"2": 1}), sequence=5)
+    accounts.add_cut(msgspec.structs.replace(_cut(2, "0-3-0", lineage=2), branches={"2": 1}), sequence=6)
+    accounts.add_cut(Cut(kind=CutKind.BEGIN, lineage=3, step=2), sequence=7)
+
+    accounts.hold([_server("1-2")], newest=Version(9, 9))
+    assert accounts.held_step == 1
+    accounts.hold([_server("2-2")], newest=Version(9, 9))
+    assert accounts.held_step == 2

@@ -3,7 +3,7 @@
 import pickle
 
 from areal_async.protocol.journal import Journal
-from areal_async.protocol.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind
+from areal_async.protocol.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind, Version
 
 
 def _cut(lineage: int, step: int, *ids: str) -> Cut:
@@ -207,3 +207,60 @@ def test_groups_that_a_branch_gave_up_are_kept_until_they_are_recorded_or_cut_ag
     journal.add_outcome(Outcome(group_id="c", kind=OutcomeKind.ABANDONED, lineage=2))
 
     assert [group.group_id for group in journal.without_end()] == ["a"]
+
+
+def _rolled_back(group_id: str, *, lineage: int = 2) -> Outcome:
+    return Outcome(group_id=group_id, kind=OutcomeKind.ROLLED_BACK, lineage=lineage)
+
+
+def test_rolling_back_takes_a_training_back_once_and_no_other_end() -> None:
+    journal = _journal(_begin(1, 0), _cut(1, 1, "a", "b", "c"))
+    _note(journal, [*_trained(1, "a"), Outcome(group_id="b", kind=OutcomeKind.STALE, lineage=1)])
+    journal.add_cut(_begin(2, 0), sequence=9)
+
+    assert [journal.add_outcome(_rolled_back(one)) for one in ("a", "a", "b", "c")] == [True, False, False, True]
+    assert not journal.add_outcome(_rolled_back("d", lineage=1)), "a zombie's"
+    assert [journal.end_of(one) for one in "abc"] == [
+        OutcomeKind.ROLLED_BACK, OutcomeKind.STALE, OutcomeKind.ROLLED_BACK,
+    ]  # fmt: skip
+    assert not journal.add_outcome(Outcome(group_id="a", kind=OutcomeKind.TRAINED, lineage=2, step=1))
+
+
+def test_a_lineage_that_goes_back_knows_every_group_that_was_trained_since() -> None:
+    """Also where its cut was closed for everybody else, and though a lineage before it was killed in doing so."""
+    journal = Journal(own_lineage=3, own_step=1)
+    cuts = [_cut(1, step, f"0-{step}-0") for step in (1, 2, 3)]
+    branches = [
+        Cut(kind=CutKind.BRANCH, lineage=lineage, step=1, branches={str(lineage): 1, "2": 1}) for lineage in (2, 3)
+    ]
+    for entry in (_begin(1, 0), *cuts):
+        journal.add_cut(entry, sequence=1)
+    _note(journal, _trained(2, "0-1-0", "0-2-0"))
+    for entry in (_begin(2, 1), branches[0]):
+        journal.add_cut(entry, sequence=1)
+    journal.add_outcome(_rolled_back("0-2-0"))
+
+    for entry in (_begin(3, 1), branches[1]):
+        journal.add_cut(entry, sequence=1)
+
+    assert [group.group_id for group in journal.without_end()] == ["0-3-0"]
+    assert journal.steps_to_replay() == []
+    journal.add_outcome(Outcome(group_id="0-3-0", kind=OutcomeKind.ABANDONED, lineage=3))
+    assert journal.without_end() == []
+
+
+def test_a_checkpoint_fits_while_its_steps_survive_and_none_of_its_groups_ended_otherwise() -> None:
+    journal = _journal(_begin(1, 0), _cut(1, 1, "a"), _cut(1, 2, "b", "c"), _cut(1, 3, "d"))
+    _note(journal, _trained(3, "a", "b", "c"))
+    journal.add_outcome(Outcome(group_id="d", kind=OutcomeKind.FAILED, lineage=1))
+    assert journal.fits(Version(1, 2), [(1, ["a"]), (2, ["b", "c"])])
+    assert not journal.fits(Version(1, 3), [(1, ["a"]), (2, ["b", "c"]), (3, ["d"])])
+    assert journal.fits(Version(1, 3), [(1, ["a"]), (2, ["b", "c"]), (3, [])])
+
+    journal.add_cut(_begin(2, 1), sequence=8)
+    journal.add_cut(Cut(kind=CutKind.BRANCH, lineage=2, step=1, branches={"2": 1}), sequence=9)
+    journal.add_cut(Cut(lineage=2, step=2, branches={"2": 1}), sequence=10)
+
+    assert journal.fits(Version(1, 1), [(1, ["a"])])
+    assert journal.fits(Version(2, 2), [(1, ["a"]), (2, [])])
+    assert not journal.fits(Version(1, 2), [(1, ["a"]), (2, [])]), "step 2 was trained otherwise since"

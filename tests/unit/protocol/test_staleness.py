@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_async.protocol.staleness import UNKNOWN_AGE, age_at, max_groups_in_flight, oldest_age_at
+from areal_async.protocol.staleness import UNKNOWN_AGE, age_at, last_shared_step, max_groups_in_flight, oldest_age_at
 from areal_async.protocol.types import Version
 
 
@@ -29,6 +29,13 @@ def test_before_a_fork_age_is_plain() -> None:
 
 def test_the_earliest_of_several_forks_decides() -> None:
     assert age_at(step=8, version=Version(1, 6), lineage=3, branches={2: 5, 3: 2}) == (7 - 2) + (6 - 2)
+
+
+def test_a_lineage_shares_with_an_older_one_what_was_made_before_they_parted() -> None:
+    shared = [last_shared_step(Version(2, step), lineage=4, branches={2: 1, 4: 5}) for step in (3, 5, 9)]
+
+    assert shared == [3, 5, 5]
+    assert last_shared_step(Version(4, 9), lineage=4, branches={2: 1, 4: 5}) == 9
 
 
 def test_a_version_of_a_newer_lineage_is_refused() -> None:

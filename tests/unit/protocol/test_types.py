@@ -39,8 +39,9 @@ def test_late_duplicate_and_readmitted_settle_nothing() -> None:
     assert {kind for kind in OutcomeKind if not kind.settles} == settles_nothing
 
 
-def test_only_failed_and_abandoned_are_tried_again() -> None:
-    assert {kind for kind in OutcomeKind if kind.readmits} == {OutcomeKind.FAILED, OutcomeKind.ABANDONED}
+def test_only_what_failed_or_was_given_up_is_tried_again() -> None:
+    again = {OutcomeKind.FAILED, OutcomeKind.ABANDONED, OutcomeKind.ROLLED_BACK}
+    assert {kind for kind in OutcomeKind if kind.readmits} == again
 
 
 def test_a_column_that_a_row_does_not_have_is_told_with_those_it_has() -> None:

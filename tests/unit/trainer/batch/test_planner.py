@@ -303,3 +303,42 @@ def test_the_groups_of_an_inherited_cut_are_not_cut_again_and_wait_for_its_check
     assert [(one.group_id, one.kind) for one in outcomes] == [("0-1-0", OutcomeKind.TRAINED)]
     bench.planner.note_recorded(outcomes)
     assert bench.planner.release_cuts(1) == ["delivery"]
+
+
+def test_what_was_recorded_trained_in_a_given_up_cut_is_rolled_back_and_counts_as_no_failure() -> None:
+    journal = Journal(own_lineage=2, own_step=1)
+    cuts = [
+        Cut(lineage=1, step=step, groups=[CutGroup(group_id=name, workflow="w", slots=[], num_failed_attempts=1)])
+        for step, name in ((1, "0-1-0"), (2, "0-2-0"), (3, "0-3-0"))
+    ]
+    branch = Cut(kind=CutKind.BRANCH, lineage=2, step=1, branches={"2": 1})
+    for entry in (*cuts, Cut(kind=CutKind.BEGIN, lineage=2, step=1), branch):
+        journal.add_cut(entry, sequence=1)
+        if entry.step == 3:
+            for name in ("0-1-0", "0-2-0"):
+                journal.add_outcome(Outcome(group_id=name, kind=OutcomeKind.TRAINED, lineage=1, step=2))
+    bench = Bench(lineage=2, step=2, journal=journal)
+
+    settled = bench.decide()
+
+    assert isinstance(settled, Settle)
+    assert list(settled.group_ids) == ["0-2-0", "0-3-0"]
+    outcomes = bench.planner.of_untrained(settled.group_ids, settled.kind, reason=settled.reason, step=2)
+    assert [(one.kind, one.num_failed_attempts) for one in outcomes] == [
+        (OutcomeKind.ROLLED_BACK, 1), (OutcomeKind.ABANDONED, 1),
+    ]  # fmt: skip
+    bench.planner.note_recorded(outcomes)
+    assert isinstance(bench.decide(), RetryLater)
+
+
+def test_cuts_that_a_damaged_checkpoint_held_end_rolled_back_where_they_cannot_be_replayed() -> None:
+    journal = Journal(own_lineage=2, own_step=0)
+    journal.add_cut(Cut(lineage=1, step=1, groups=[CutGroup(group_id="0-1-0", workflow="w", slots=[])]), sequence=1)
+    journal.add_outcome(Outcome(group_id="0-1-0", kind=OutcomeKind.TRAINED, lineage=1, step=1))
+    bench = Bench(lineage=2, journal=journal)
+    assert bench.planner.of_untrained(["0-1-0"], OutcomeKind.FAILED, reason="", step=1) == []
+
+    given_up = bench.planner.give_up_cuts(after_step=0)
+
+    (outcome,) = bench.planner.of_untrained(given_up[1], OutcomeKind.ABANDONED, reason="", step=1)
+    assert outcome.kind is OutcomeKind.ROLLED_BACK
