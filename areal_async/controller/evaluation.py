@@ -69,10 +69,17 @@ class Evaluator:
         if self._images is not None:
             self._images.is_training_over = True
 
-    async def is_done(self, step: int) -> bool:
-        """Whether the evaluation due at this step was made before, in whatever lineage."""
-        records = [(await self._bus.get(_key(step, name), EvalRecord))[0] for name in self._rows.names]
-        return None not in records
+    async def is_done(self, step: int, *, counts: Callable[[Version], bool]) -> bool:
+        """Whether the evaluation due at this step was made before, in whatever lineage.
+
+        Args:
+            counts: whether that of a version does: not where the run went back behind it since.
+        """
+        for name in self._rows.names:
+            record, _ = await self._bus.get(_key(step, name), EvalRecord)
+            if record is None or not counts(Version.parse(record.eval_id)):
+                return False
+        return True
 
     async def made(self) -> dict[Version, list[EvalRecord]]:
         """Return every evaluation that is whole: one record per task, by the version held when it began."""

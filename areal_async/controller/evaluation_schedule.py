@@ -64,7 +64,7 @@ class EvaluationSchedule:
         produces:     evaluations
         unblocked by: nodes and the trainer
         """
-        last_step, evaluated = self.settings.run.steps, -1
+        last_step, evaluated, lineage = self.settings.run.steps, -1, 0
         if self._evaluator is not None:
             await self._gate.resume(await self._evaluator.made())
         while True:
@@ -74,11 +74,14 @@ class EvaluationSchedule:
                 is_over = has_ended(self._accounts, newest, last_step=last_step)
                 if is_over and self._evaluator is not None:
                     self._evaluator.end_training()
+                if held.lineage != lineage:  # which may have gone back
+                    lineage, evaluated = held.lineage, -1
                 due = newest_due_step(held.step, every_steps=self.settings.eval.every_steps, last_step=last_step)
                 if due > evaluated:
                     evaluated = due
-                    if self._evaluator is not None and not await self._evaluator.is_done(due):
-                        await self._evaluate(self._evaluator, held, due_step=due)
+                    counts, evaluator = self._accounts.journal.survives, self._evaluator
+                    if evaluator is not None and not await evaluator.is_done(due, counts=counts):
+                        await self._evaluate(evaluator, held, due_step=due)
                 elif self._asked is not None and self._evaluator is not None:
                     since, self._asked = self._asked, None
                     if all(version < since for version in await self._evaluator.made()):  # none was under way

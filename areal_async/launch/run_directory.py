@@ -82,8 +82,8 @@ class RunDirectory:
 
     @property
     def checkpointed_step(self) -> int:
-        """The newest training step that a checkpoint holds; 0 when none does."""
-        return max((version.step for version in versions_in(self.path / "checkpoints")), default=0)
+        """The training step of the newest checkpoint; 0 when there is none."""
+        return next((version.step for version in reversed(versions_in(self.path / "checkpoints"))), 0)
 
     @property
     def exists(self) -> bool:

@@ -129,9 +129,9 @@ class _SupervisedGroup:
     def _note_work(self) -> None:
         work_done = self.group.work_done() if self.group.work_done is not None else 0
         if work_done > self.work_done:
-            self.work_done = work_done
             self.deaths.clear()
             self.num_excused = 0
+        self.work_done = work_done  # less, where the run has gone back
 
     def ask_to_end(self) -> None:
         """Ask the first process, which takes the others along."""

@@ -95,6 +95,16 @@ class RunOrdered(Event, frozen=True, kw_only=True, tag="run.ordered"):
     reason: str
 
 
+class RunRolledBack(Event, frozen=True, kw_only=True, tag="run.rolled_back"):
+    """The run goes on from an earlier checkpoint, as was ordered; or does not."""
+
+    version: str
+    by: str
+    reason: str
+    refusal: str
+    """Why it does not; empty where it does."""
+
+
 class SettingChanged(Event, frozen=True, kw_only=True, tag="setting.changed"):
     """An operator has changed a setting of the live run, or resumed it with another value."""
 

@@ -62,7 +62,7 @@ class Journal:
     last_cut_sequence: int = 0
     """Stream sequence of the newest journal entry: what the next one must follow."""
     given_up: dict[str, CutGroup] = field(default_factory=dict)
-    """Groups of cuts that a branch gave up, by name."""
+    """Groups of cuts that a branch gave up, by name, without their slots."""
     checkpoints: set[int] = field(default_factory=set)
     """Steps that the newest lineage is to checkpoint before it trains another."""
     is_ended: bool = False
@@ -94,7 +94,7 @@ class Journal:
             self.is_ended = True
         elif entry.kind is CutKind.BRANCH:
             dropped = self._drop_cuts(entry.step + 1)
-            self.given_up.update({group.group_id: group for cut in dropped for group in cut.groups})
+            self.given_up.update({group.group_id: group for cut in dropped for group in without_slots(cut).groups})
             self.branches = entry.branches
         else:
             self._drop_cuts(entry.step)
@@ -259,6 +259,10 @@ class Journal:
         branches = {int(lineage): step for lineage, step in self.branches.items()}
         return last_shared_step(version, lineage=self.lineage, branches=branches)
 
+    def survives(self, version: Version) -> bool:
+        """Say whether the newest lineage stands on a version: no branch since gave it up."""
+        return self.last_shared_step(version) == version.step
+
     def unknown_to(self, step: int, trained: Iterable[str]) -> list[str]:
         """Return which groups, trained in ``step`` as a checkpoint says, its surviving cut does not hold any more.
 
@@ -275,9 +279,7 @@ class Journal:
         Args:
             trained: steps with the groups that it was trained on.
         """
-        return self.last_shared_step(version) == version.step and not any(
-            self.unknown_to(step, groups) for step, groups in trained
-        )
+        return self.survives(version) and not any(self.unknown_to(step, groups) for step, groups in trained)
 
     def open_groups(self) -> set[str]:
         """Return the groups of the surviving cuts; those of closed ones are settled."""

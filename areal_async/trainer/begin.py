@@ -5,7 +5,7 @@ import msgspec
 
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.output.restoring import choose_checkpoint
+from areal_async.trainer.output.restoring import choose_checkpoint, go_back
 from areal_async.trainer.output.version_writer import WAITS_PER_DEADLINE
 
 WAIT = b"wait"
@@ -16,9 +16,29 @@ class Begin(msgspec.Struct):
 
     lineage: int
     sequence: int
-    """Stream sequence of the journal entry that begins the lineage."""
+    """Stream sequence of the journal entry that begins the lineage, or gives up what followed its checkpoint."""
     checkpoint: str
     """Folder to restore from; empty for none."""
+
+
+async def begin_lineage(lineage: Lineage) -> Begin:
+    """Choose the checkpoint to begin from, as is ordered where the run is to go back, and begin; return where.
+
+    Raises:
+        UserError: no checkpoint is whole.
+    """
+    rollback = lineage.rollback
+    refusal = "" if rollback is None else await go_back(lineage, rollback)
+    if rollback is None or refusal:
+        await choose_checkpoint(lineage)
+    journal = await lineage.read_log()
+    sequence = await lineage.write_begin()
+    if rollback is not None and not refusal:
+        sequence = await lineage.write_branch(journal)
+    if rollback is not None:
+        await lineage.end_rollback(rollback, refusal=refusal)
+    path = lineage.checkpoint.path if lineage.checkpoint else ""
+    return Begin(lineage=lineage.number, sequence=sequence, checkpoint=path)
 
 
 async def begin(ranks: Ranks, lineage: Lineage | None) -> Begin:
@@ -39,11 +59,7 @@ async def begin(ranks: Ranks, lineage: Lineage | None) -> Begin:
 
     async def choose(lineage: Lineage) -> None:
         nonlocal order
-        await choose_checkpoint(lineage)
-        await lineage.read_log()
-        sequence = await lineage.write_begin()
-        path = lineage.checkpoint.path if lineage.checkpoint else ""
-        order = msgspec.json.encode(Begin(lineage=lineage.number, sequence=sequence, checkpoint=path))
+        order = msgspec.json.encode(await begin_lineage(lineage))
         chosen.set()
 
     async with anyio.create_task_group() as work:

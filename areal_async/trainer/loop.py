@@ -85,6 +85,8 @@ class Trainer:
             await self.runner.load(checkpoint)
         self.checkpointer.restored(self.step)
         if self.feed is not None:
+            last_step = max(self.reader.journal.steps_to_replay(), default=self.step)
+            self.metrics_file.abandon(after_step=last_step, lineage=self.runner.lineage)
             self.metrics_file.rewind(to_step=self.step, lineage=self.runner.lineage)
             await self.health.restore(self.metrics_file.newest(HISTORY_STEPS))
             num_moved = self.checkpointer.abandon_archive()

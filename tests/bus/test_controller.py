@@ -565,6 +565,34 @@ async def test_an_operator_has_the_version_evaluated_that_servers_hold_once(
     assert [msgspec.json.decode(line)["eval_id"] for line in lines] == ["1-0", "1-1"]
 
 
+async def test_what_the_run_went_back_behind_is_evaluated_anew_and_stays_on_record(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    names, node = world.node.names, world.node
+    settings = settings.model_copy(update={"eval": EvalSettings(every_steps=1)})
+    file = settings.run.directory / "eval.jsonl"
+
+    def evaluated() -> list[str]:
+        return [msgspec.json.decode(line)["eval_id"] for line in file.read_text().splitlines()]
+
+    async with (
+        node.consume(names.eval_stream, names.eval_nodes_consumer) as inbox,
+        controlling(open_role, settings, held_out=ROWS[:1]),
+    ):
+        for version, expected in (("1-0", ["1-0"]), ("1-1", ["1-0", "1-1"]), ("2-1", ["1-0", "1-1", "2-1"])):
+            if version == "2-1":
+                await world.cut(CutKind.BEGIN, 0, lineage=2)
+                branch = Cut(kind=CutKind.BRANCH, lineage=2, step=0, branches={"2": 0})
+                await world.trainer.publish(names.cuts, branch)
+                await world.hold("2-0")  # which 1-0 stands for
+            await world.hold(version)
+            (delivery,) = await fetch_all(inbox, 1)
+            one = decode(delivery.data, EvalTicket)
+            await node.publish(names.eval_results("w"), EvalResult(eval_id=one.eval_id, index=one.index, reward=1.0))
+            await delivery.ack()
+            await until(lambda expected=expected: file.exists() and evaluated() == expected)
+
+
 async def test_a_run_that_stands_still_says_who_waits_for_whom(
     open_role: OpenRole, settings: Settings, world: World
 ) -> None:

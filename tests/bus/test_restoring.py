@@ -7,14 +7,25 @@ from pathlib import Path
 import anyio
 import pytest
 
-from areal_async.bus import Bus, Role
-from areal_async.errors import UserError
-from areal_async.process.atomic_folders import LEDGER
+from areal_async.bus import Bus, Role, entries_after
+from areal_async.errors import PipelineError, UserError
+from areal_async.process.atomic_folders import LEDGER, versions_in
 from areal_async.process.json_lines import decode_object
-from areal_async.protocol.subjects import CHECKPOINT
-from areal_async.protocol.types import CheckpointRecord, Cut, CutGroup
-from areal_async.trainer.batch.lineage import Lineage
-from areal_async.trainer.engine.digests import SUMS, digest_of_sums, write_sums
+from areal_async.protocol.journal import Journal
+from areal_async.protocol.run_state import Rollback
+from areal_async.protocol.subjects import CHECKPOINT, ROLLBACK
+from areal_async.protocol.types import (
+    CheckpointRecord,
+    Cut,
+    CutGroup,
+    Outcome,
+    OutcomeKind,
+    Version,
+    WeightsVersion,
+)
+from areal_async.trainer.batch.lineage import Lineage, read_entry
+from areal_async.trainer.begin import begin_lineage
+from areal_async.trainer.engine.digests import SUMS, damage, digest_of_sums, write_sums
 from areal_async.trainer.output.restoring import choose_checkpoint
 from tests.brokers import PATIENCE_S, OpenRole
 
@@ -114,6 +125,143 @@ async def test_one_that_the_journal_does_not_know_is_passed_over(open_role: Open
     (checkpoints / "1-3" / LEDGER).write_bytes(b"{}")
 
     assert await chosen(await open_role(Role.TRAINER)) == "1-2"
+
+
+async def ordered(open_role: OpenRole, version: str) -> None:
+    operator = await open_role(Role.OPERATOR)
+    held, _ = await operator.get(ROLLBACK, Rollback)
+    number = held.number + 1 if held else 1
+    await operator.put(ROLLBACK, Rollback(number=number, version=version, by="ann", reason="it diverged"))
+
+
+async def journal_of(bus: Bus, lineage: Lineage) -> Journal:
+    """Read the log as the trainer of a lineage does."""
+    assert lineage.checkpoint is not None
+    step = Version.parse(lineage.checkpoint.version).step
+    journal = Journal(own_lineage=lineage.number, own_step=step)
+    async for message in entries_after(bus, 0):
+        await read_entry(bus, message, journal)
+    return journal
+
+
+async def trained(bus: Bus, step: int) -> None:
+    """Record what the fixture has trained."""
+    for number in range(1, step + 1):
+        for group_id in TRAINED[str(number)]:
+            outcome = Outcome(group_id=group_id, kind=OutcomeKind.TRAINED, lineage=1, step=number)
+            await bus.publish(bus.names.outcomes, outcome)
+
+
+async def test_an_order_to_go_back_makes_its_checkpoint_the_newest_and_gives_up_what_followed(
+    open_role: OpenRole, checkpoints: Path
+) -> None:
+    trainer = await open_role(Role.TRAINER)
+    await trained(trainer, 2)
+    await ordered(open_role, "1-1")
+
+    lineage = await Lineage.take(trainer)
+    began = await begin_lineage(lineage)
+
+    assert began.checkpoint == str(checkpoints / "2-1")
+    assert damage(checkpoints / "2-1") == ""
+    assert versions_in(checkpoints)[-1] == Version(2, 1), "whoever looks for the newest by its name finds it"
+    journal = await journal_of(trainer, lineage)
+    assert (journal.steps_to_replay(), journal.branches) == ([], {"2": 1})
+    assert [group.group_id for group in journal.without_end()] == ["0-1-0", "0-2-0"]
+    order, _ = await trainer.get(ROLLBACK, Rollback)
+    assert order is not None
+    assert (order.is_due, order.lineage, order.refusal) == (False, 2, "")
+    assert (await Lineage.take(trainer)).rollback is None
+
+
+@pytest.mark.parametrize("where", ["trainer.before_branch", "trainer.before_rollback_ends"])
+async def test_a_trainer_that_dies_as_it_goes_back_leaves_the_order_to_the_next(
+    open_role: OpenRole, checkpoints: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    trainer = await open_role(Role.TRAINER)
+    await trained(trainer, 3)
+    await ordered(open_role, "1-1")
+
+    def reach(point: str) -> None:
+        if point == where:
+            raise PipelineError(point)
+
+    dying = await Lineage.take(trainer)
+    with monkeypatch.context() as patch:
+        patch.setattr("areal_async.trainer.batch.lineage.failpoint", reach)
+        with pytest.raises(PipelineError, match=where):
+            await begin_lineage(dying)
+    lineage = await Lineage.take(trainer)
+    began = await begin_lineage(lineage)
+
+    assert Path(began.checkpoint).name == "3-1"
+    journal = await journal_of(trainer, lineage)
+    assert journal.steps_to_replay() == []
+    assert [group.group_id for group in journal.without_end()] == ["0-1-0", "0-2-0"]
+
+
+@pytest.mark.parametrize(
+    ("version", "why"),
+    [
+        ("1-2", "shard is not what was written: its SHA-256 differs"),
+        ("1-9", "its folder is gone"),
+        ("5-2", "its steps were given up since, or trained otherwise"),
+    ],
+)
+async def test_an_order_without_a_whole_checkpoint_of_this_lineage_is_refused_and_changes_nothing(
+    open_role: OpenRole, checkpoints: Path, version: str, why: str
+) -> None:
+    made(checkpoints, "5-2", {**through(1), "2": ["0-7-0"]})
+    (checkpoints / "1-2" / "shard").write_bytes(b"weighty" * 20)
+    await ordered(open_role, version)
+    trainer = await open_role(Role.TRAINER)
+
+    began = await begin_lineage(await Lineage.take(trainer))
+
+    assert Path(began.checkpoint).name == "1-3"
+    order, _ = await trainer.get(ROLLBACK, Rollback)
+    assert order is not None
+    assert (order.is_due, order.refusal) == (False, why)
+
+
+async def test_what_was_gone_back_behind_is_no_place_to_go_back_to(open_role: OpenRole, checkpoints: Path) -> None:
+    trainer = await open_role(Role.TRAINER)
+    await trained(trainer, 3)
+    for version in ("1-1", "1-2"):
+        await ordered(open_role, version)
+        await begin_lineage(await Lineage.take(trainer))
+
+    order, _ = await trainer.get(ROLLBACK, Rollback)
+
+    assert order is not None
+    assert order.refusal == "its steps were given up since, or trained otherwise"
+
+
+async def test_a_trainer_that_was_replaced_ends_no_order(open_role: OpenRole, checkpoints: Path) -> None:
+    await ordered(open_role, "1-1")
+    slow, fast = await open_role(Role.TRAINER), await open_role(Role.TRAINER)
+    older, newer = await Lineage.take(slow), await Lineage.take(fast)
+    assert older.rollback is not None
+
+    await older.end_rollback(older.rollback, refusal="it is slow")
+    await begin_lineage(newer)
+
+    order, _ = await fast.get(ROLLBACK, Rollback)
+    assert order is not None
+    assert (order.lineage, order.refusal) == (3, "")
+
+
+async def test_once_the_last_version_is_announced_the_order_waits_for_the_next_start(
+    open_role: OpenRole, checkpoints: Path
+) -> None:
+    trainer, operator = await open_role(Role.TRAINER), await open_role(Role.OPERATOR)
+    await operator.put(operator.names.weights_key(), WeightsVersion(version="1-3", final=True))
+    await ordered(open_role, "1-1")
+
+    assert (await Lineage.take(trainer)).rollback is None
+    order, _ = await trainer.get(ROLLBACK, Rollback)
+    assert order is not None
+    assert order.is_due
 
 
 async def test_where_none_is_whole_nothing_is_changed_and_one_sentence_says_so(

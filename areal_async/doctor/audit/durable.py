@@ -107,20 +107,25 @@ def _disagreements(audit: Reconciliation) -> Iterator[Violation]:
     """Ledger and archive hold the same groups in each step, and none that the journal does not know of."""
     for step in sorted(audit.ledger.keys() | audit.steps.keys()):
         archived = {slot.group_id for slot in audit.steps.get(step, [])}
-        in_ledger = set(audit.ledger.get(step, archived))
+        in_step = set(audit.ledger.get(step, archived))
         cut = audit.journal.cuts.get(step)
         in_cut = {group.group_id for group in cut.groups} if cut else set()
         if step in audit.steps:
-            for group_id in sorted(archived ^ in_ledger):
+            for group_id in sorted(archived ^ in_step):
                 place, other = ("archive", "ledger") if group_id in archived else ("ledger", "archive")
                 yield Kind.DISAGREES.of(group_id, f"step {step}: in the {place} and not in the {other}")
-        for group_id in sorted((archived | in_ledger) - in_cut):
+        for group_id in sorted((archived | in_step) - in_cut):
             yield Kind.DISAGREES.of(group_id, f"step {step}: trained, and not in the journal's cut")
         if step <= audit.checkpoint_step:  # later ones may be given up by the next lineage, their archive moved away
-            for group_id in sorted(archived | in_ledger):
+            for group_id in sorted(archived | in_step):
                 outcome = audit.journal.outcomes.get(group_id)
                 if outcome is not None and outcome.kind is not OutcomeKind.TRAINED:
                     yield Kind.DISAGREES.of(group_id, f"step {step}: trained, and recorded {outcome.kind}")
+    in_ledger = {group_id for groups in audit.ledger.values() for group_id in groups}
+    for group_id, outcome in sorted(audit.journal.outcomes.items()):
+        # Later ones are of a newer checkpoint, or given up by a lineage that will record it before it trains anew.
+        if outcome.kind is OutcomeKind.TRAINED and outcome.step <= audit.checkpoint_step and group_id not in in_ledger:
+            yield Kind.DISAGREES.of(group_id, f"step {outcome.step}: recorded trained, and not in the ledger")
     for line in audit.evidence.metrics:
         number, count = line.get("step"), line.get("num_trajectories")
         rows = audit.steps.get(number, []) if isinstance(number, int) else []

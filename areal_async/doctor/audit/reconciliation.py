@@ -5,12 +5,14 @@ fate, in the archive and among what is still stored. Whatever has none of these 
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from areal_async.controller.accounts import RUN_ENDED, Accounts
 from areal_async.doctor.audit.run_record import ArchivedSlot, RunRecord
+from areal_async.protocol.fields import is_version
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Cut, CutKind, CutSlot, Outcome, OutcomeKind, Version
 
@@ -61,17 +63,25 @@ class Reconciliation:
 
     def __init__(self, evidence: RunRecord) -> None:
         self.evidence = evidence
+        """Without what was trained in steps that were given up since, until a restored trainer moves it away."""
         self.journal = WholeJournal()
         self.accounts = Accounts(max_groups_in_flight=evidence.rules.max_groups_in_flight)
         self.ended: set[str] = set()
         """Groups that the run's end found unsettled, and after which it has not gone on."""
         self._read_log()
-        self.checkpoint_step = Version.parse(evidence.ledger.version).step if evidence.ledger else 0
-        self.ledger = {int(step): groups for step, groups in evidence.ledger.trained.items()} if evidence.ledger else {}
+        self.evidence = replace(
+            evidence,
+            archive=[slot for slot in evidence.archive if self.journal.survives(Version(slot.lineage, slot.step))],
+            metrics=[line for line in evidence.metrics if self.journal.survives(_version_of(line))],
+        )
+        ledger = evidence.ledger
+        self.checkpoint_step = self.journal.last_shared_step(Version.parse(ledger.version)) if ledger else 0
+        trained = ledger.trained.items() if ledger else ()
+        self.ledger = {int(step): groups for step, groups in trained if int(step) <= self.checkpoint_step}
         """Groups that the newest checkpoint was trained on, by step."""
         self.steps: dict[int, list[ArchivedSlot]] = {}
         """Archive by step."""
-        for slot in sorted(evidence.archive, key=lambda one: (one.step, one.lineage, one.position)):
+        for slot in sorted(self.evidence.archive, key=lambda one: (one.step, one.lineage, one.position)):
             self.steps.setdefault(slot.step, []).append(slot)
         self.stored = {slot.sample_uid: slot for slot in evidence.stored}
         self.received = {
@@ -174,6 +184,12 @@ class Reconciliation:
             return Fate(group_id, sibling, fate if fate == IN_TRAINING else SlotFate.STORED)
         reason = stored.damage if stored else "acknowledged, and neither stored nor settled"
         return Fate(group_id, sibling, SlotFate.LOST, reason)
+
+
+def _version_of(line: Mapping[str, Any]) -> Version:
+    """Return the version that a step's line names; of one that names none, what survives everything."""
+    text = str(line.get("weights_version", ""))
+    return Version.parse(text) if is_version(text) else Version(0, 0)
 
 
 def _how_open(num_stored: int, group_size: int) -> str:

@@ -16,8 +16,8 @@ import structlog
 from areal_async.bus import Bus, JournalSnapshots, Message, entries_after, take_trainer_consumer
 from areal_async.errors import ConflictError, DeniedError, FencedError
 from areal_async.process.failpoints import failpoint
-from areal_async.protocol.events import CheckpointWritten, Event, WeightsAnnounced
-from areal_async.protocol.journal import Journal
+from areal_async.protocol.events import CheckpointWritten, Event, RunRolledBack, WeightsAnnounced
+from areal_async.protocol.journal import Journal, without_slots
 from areal_async.protocol.run_state import CardHold, Rollback
 from areal_async.protocol.subjects import CARD, CHECKPOINT, LINEAGE, ROLLBACK
 from areal_async.protocol.types import (
@@ -106,7 +106,7 @@ class Lineage:
         """Return what the log says before this lineage begins.
 
         Args:
-            is_whole: keep the cuts of steps that are checkpointed, too.
+            is_whole: keep the cuts of steps that are checkpointed, too; with their groups' names alone.
 
         Raises:
             FencedError: a newer one has begun.
@@ -117,7 +117,7 @@ class Lineage:
             journal, sequence = await self.snapshots.load_journal()
         self._last_cut_sequence = journal.last_cut_sequence
         async for message in entries_after(self._bus, sequence):
-            await read_entry(self._bus, message, journal)
+            await read_entry(self._bus, message, journal, keeps_slots=not is_whole)
             if message.subject == self._bus.names.cuts:
                 self._last_cut_sequence = message.sequence  # also of one that cannot be read
         self._check_newest(journal.lineage)
@@ -150,6 +150,8 @@ class Lineage:
         with suppress(ConflictError):
             self._revisions[ROLLBACK] = await self._bus.compare_and_set(ROLLBACK, ended, self._revisions[ROLLBACK])
         self.rollback = None
+        event = RunRolledBack(version=order.version, by=order.by, reason=order.reason, refusal=refusal)
+        await self._bus.publish_event(event)
 
     async def write_cut(self, entry: Cut) -> int:
         """Add an entry to the journal, directly after the last one this lineage knows.
@@ -275,10 +277,10 @@ class Lineage:
             raise FencedError(f"lineage {self.number}: a newer trainer writes {key}; this one must stop") from exc
 
 
-async def read_entry(bus: Bus, message: Message, journal: Journal) -> None:
+async def read_entry(bus: Bus, message: Message, journal: Journal, *, keeps_slots: bool = True) -> None:
     """Add an entry of the log, a cut or an outcome, to a journal; one that cannot be read becomes a dead letter."""
     entry = await bus.decode(message, Cut if message.subject == bus.names.cuts else Outcome)
     if isinstance(entry, Cut):
-        journal.add_cut(entry, sequence=message.sequence)
+        journal.add_cut(entry if keeps_slots else without_slots(entry), sequence=message.sequence)
     elif isinstance(entry, Outcome):
         journal.add_outcome(entry)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from areal_async.algorithms.advantages import spread_over_tokens
 from areal_async.errors import FencedError
 from areal_async.process.atomic_folders import publish_file, write_whole
+from areal_async.process.json_lines import read_json_lines
 from areal_async.protocol.types import Metrics, Version
 from areal_async.protocol.types import Sequence as TokenSequence
 from areal_async.trainer.batch.step import TrainedShard
@@ -32,6 +33,7 @@ from areal_async.trainer.output import archived_images
 from areal_async.trainer.output.archive_reader import SLOT_COLUMNS
 from areal_async.trainer.packing.rows import TrainRow
 
+ABANDONED_METRICS = "metrics_abandoned.jsonl"
 _FILE = re.compile(r"step-([0-9]+)-([0-9]+)-[0-9]+\.parquet").fullmatch
 _CREDIT = pa.struct(
     [("reward", pa.float64()), ("num_tokens", pa.int64()), ("role", pa.string()), ("advantage", pa.float64())]
@@ -215,7 +217,10 @@ def _abandon(directory: Path, *, after_step: int, before_lineage: int) -> int:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: the surviving lineage's steps, one JSON object each. One trainer's view of it."""
+    """``metrics.jsonl``: the surviving lineage's steps, one JSON object each. One trainer's view of it.
+
+    Those that the run went back behind are beside it, in ``metrics_abandoned.jsonl``.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -249,6 +254,18 @@ class MetricsFile:
             raise FencedError(f"lineage {lineage}: {self._path} is lineage {newest}'s; this trainer must stop")
         write_whole(self._path, lines_through(content, to_step))
         self._state = self._look()
+
+    def abandon(self, *, after_step: int, lineage: int) -> None:
+        """Keep the lines of later steps, which nothing stands in for any more, with ``abandoned_by``; each once."""
+        content = self._path.read_bytes() if self._path.exists() else b""
+        later = [line for step, (_, line) in sorted(_newest_lines(content).items()) if step > after_step]
+        path = self._path.with_name(ABANDONED_METRICS)
+        kept = read_json_lines(path)
+        known = {line.get("weights_version") for line in kept}
+        new = [one for one in map(json.loads, later) if one["weights_version"] not in known]
+        if new:
+            lines = [*kept, *({**one, "abandoned_by": lineage} for one in new)]
+            write_whole(path, "".join(map(json_line, lines)).encode())
 
     def newest(self, count: int) -> list[dict[str, Any]]:
         """Return the last ``count`` lines, oldest first."""

@@ -1,4 +1,5 @@
-"""Which checkpoint a lineage begins from: the newest, or, where that one is damaged, the newest whole one before it.
+"""Which checkpoint a lineage begins from: the newest, or, where that one is damaged, the newest whole one before it; or
+the one that an order to go back names, as a checkpoint of this lineage.
 
 What was trained after an older one is trained again from the journal, with payloads that are still stored, or from
 the archive (``recorded.find_archived``): a checkpoint that was whole once let the messages go.
@@ -11,9 +12,10 @@ import anyio.to_thread
 import structlog
 
 from areal_async.errors import UserError, WireError
-from areal_async.process.atomic_folders import LEDGER
+from areal_async.process.atomic_folders import LEDGER, held, link_folder
 from areal_async.protocol.events import CheckpointDamaged
 from areal_async.protocol.journal import Journal
+from areal_async.protocol.run_state import Rollback
 from areal_async.protocol.types import CheckpointRecord, Version
 from areal_async.trainer.batch.ledger import Ledger
 from areal_async.trainer.batch.lineage import Lineage
@@ -61,4 +63,35 @@ def _fits(checkpoint: Path, journal: Journal) -> bool:
         ledger = Ledger.decode((checkpoint / LEDGER).read_bytes(), what=f"ledger of {checkpoint}")
     except (OSError, WireError):
         return False
-    return not any(journal.unknown_to(step, trained) for step, trained in ledger.steps())
+    return journal.fits(Version.parse(checkpoint.name), ledger.steps())
+
+
+async def go_back(lineage: Lineage, order: Rollback) -> str:
+    """Make the checkpoint that an order names the newest, as one of this lineage; return why that cannot be.
+
+    Others find it by its name to be the newest, from before what follows it is given up.
+    """
+    if lineage.checkpoint is None:
+        return "the run has no checkpoint"
+    folder = Path(lineage.checkpoint.path).parent
+    source, version = folder / order.version, Version(lineage.number, Version.parse(order.version).step)
+    journal = await lineage.read_log(is_whole=True)
+
+    def copy() -> str:
+        with held(source, LEDGER):
+            reason = damage(source)
+            if not reason and not _fits(source, journal):
+                reason = "its steps were given up since, or trained otherwise"
+            if not reason:
+                link_folder(source, folder / str(version))
+            return reason
+
+    if reason := await anyio.to_thread.run_sync(copy):
+        log.error("rollback.refused", version=order.version, reason=reason)
+        return reason
+    path = folder / str(version)
+    await lineage.record_checkpoint(
+        CheckpointRecord(version=str(version), path=str(path), sums_sha256=digest_of_sums(path))
+    )
+    log.info("rollback.begun", version=order.version, by=order.by, reason=order.reason)
+    return ""

@@ -12,7 +12,7 @@ from areal_async.doctor.audit.examination import baseline_of, diagnose
 from areal_async.doctor.audit.report import PromiseVerdict, Ruling, ViolationKind
 from areal_async.doctor.audit.run_record import Baseline, RunRecord, TaskRules, TrainedGroups
 from areal_async.protocol.publish_log import ProducerSequence
-from areal_async.protocol.types import Admitted, Cut, CutKind, Mix, Outcome, OutcomeKind, Version
+from areal_async.protocol.types import Admitted, Cut, CutKind, GroupId, Mix, Outcome, OutcomeKind, Version
 from areal_async.trainer.engine.digests import Damage
 from tests.unit.doctor.remains import (
     GROUPS,
@@ -227,6 +227,47 @@ def test_a_group_whose_cut_was_given_up_and_that_is_cut_anew_is_not_twice() -> N
     ]
 
     assert ruling(evidence, "P2").verdict is PromiseVerdict.PROVED
+
+
+def gone_back(*, is_recorded: bool) -> RunRecord:
+    """The run that goes back to step 1, by a lineage that was killed before it moved anything away."""
+    evidence = whole_run()
+    evidence.metrics = [{**line, "weights_version": f"1-{line['step']}"} for line in evidence.metrics]
+    evidence.ledger = TrainedGroups(version="2-1", trained={"1": list(STEPS[1])})
+    evidence.log += [
+        Cut(kind=CutKind.BEGIN, lineage=2, step=1),
+        Cut(kind=CutKind.BRANCH, lineage=2, step=1, branches={"2": 1}),
+    ]
+    if is_recorded:
+        evidence.log += [Outcome(group_id=one, kind=OutcomeKind.ROLLED_BACK, lineage=2) for one in STEPS[2]]
+        evidence.tickets = {str(GroupId.parse(one).next_attempt) for one in STEPS[2]}
+        evidence.admitted = evidence.admitted_last = Admitted(total=7, num_fresh=5, num_readmitted=2)
+    return evidence
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_run_that_went_back_is_judged_by_what_survives(is_recorded: bool) -> None:
+    diagnosis = diagnose("r", gone_back(is_recorded=is_recorded))
+
+    assert diagnosis.is_clean
+    assert [one.verdict for one in diagnosis.rulings] == [PromiseVerdict.PROVED] * len(diagnosis.rulings)
+    assert diagnosis.groups.get("rolled_back", 0) == 2 * is_recorded
+
+
+def test_a_checkpoint_that_the_run_went_back_behind_during_the_look_says_nothing_of_later_steps() -> None:
+    evidence = gone_back(is_recorded=True)
+    evidence.ledger = whole_run().ledger
+
+    assert diagnose("r", evidence).is_clean
+
+
+def test_a_group_that_stays_recorded_trained_in_steps_that_were_given_up_is_named() -> None:
+    evidence = gone_back(is_recorded=True)
+    evidence.log = [one for one in evidence.log if not isinstance(one, Outcome) or one.kind is OutcomeKind.TRAINED]
+    evidence.log.append(msgspec.structs.replace(cut(2, [WAITING]), lineage=2, branches={"2": 1}))
+    evidence.ledger = TrainedGroups(version="2-2", trained={"1": list(STEPS[1]), "2": [WAITING]})
+
+    assert sorted(refuted_ids(evidence, "P2", ViolationKind.DISAGREES)) == sorted(STEPS[2])
 
 
 @pytest.mark.parametrize("source", ["ledger", "archive", "journal"])

@@ -22,6 +22,7 @@ class NewLineage:
 
     number: int = 3
     checkpoint: CheckpointRecord | None = None
+    rollback: None = None
 
     async def read_log(self) -> None:
         pass

@@ -105,6 +105,30 @@ def test_metrics_are_rewound_to_the_checkpoint_and_a_torn_line_is_dropped(tmp_pa
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 
 
+def test_lines_that_the_run_went_back_behind_are_kept_once_and_told_by_whom(tmp_path: Path) -> None:
+    file, abandoned = MetricsFile(tmp_path / "metrics.jsonl"), tmp_path / "metrics_abandoned.jsonl"
+    for step in (1, 2, 3):
+        file.append(_line(step))
+    for lineage in (2, 3):  # the first was killed before it took them back
+        file.abandon(after_step=1, lineage=lineage)
+    file.rewind(to_step=1, lineage=3)
+    file.append(_line(2, lineage=3))
+    file.abandon(after_step=1, lineage=4)
+
+    lines = [json.loads(line) for line in abandoned.read_text().splitlines()]
+    told = [(line["step"], line["weights_version"], line["abandoned_by"]) for line in lines]
+    assert told == [(2, "1-2", 2), (3, "1-3", 2), (2, "3-2", 4)]
+
+
+def test_where_nothing_is_given_up_nothing_is_kept(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append(_line(1))
+
+    file.abandon(after_step=1, lineage=2)
+
+    assert not (tmp_path / "metrics_abandoned.jsonl").exists()
+
+
 def test_numbers_that_are_none_are_named_and_not_written(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
 
