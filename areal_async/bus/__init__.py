@@ -16,6 +16,7 @@ from areal_async.bus.inspection import HeldError, copied_broker
 from areal_async.bus.jetstream import Bus, StreamState, open_bus, open_run_bus
 from areal_async.bus.log import Message
 from areal_async.bus.permissions import Role
+from areal_async.bus.rollbacks import order_rollback
 from areal_async.bus.server import EmbeddedBroker, mark_moved
 from areal_async.bus.service import (
     Report,
@@ -58,6 +59,7 @@ __all__ = [
     "json_object",
     "mark_moved",
     "move_streams",
+    "order_rollback",
     "open_bus",
     "open_run_bus",
     "restored",

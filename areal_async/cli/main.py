@@ -235,6 +235,14 @@ VERBS = {
         _value("--ca", "FILE", "as bus.ca: who signed the broker's certificate", type=Path),
         _value("--replicas", "N", "as bus.replicas: copies, where it is a cluster (1)", type=int, default=1),
     ),
+    "rollback": _verb(
+        "rollback",
+        "go on from an earlier checkpoint, as a new lineage; what was trained since is given up",
+        _RUN,
+        _value("--to", "VERSION", "a checkpoint: 1-20, the step 20, last, best, or a tag", required=True),
+        _value("--why", "TEXT", "for the audit record"),
+        _BY,
+    ),
     "stop": _verb("orders", "end a live run after its step, with a checkpoint to go on from", _RUN, _BY, _REASON),
     "doctor": _verb(
         "doctor",

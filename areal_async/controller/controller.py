@@ -42,6 +42,7 @@ from areal_async.controller.processes.failure_detector import FailureDetector
 from areal_async.controller.processes.liveness import LivenessWatch
 from areal_async.controller.processes.reports import RunProgress, TrainersHold
 from areal_async.controller.processes.watch import silence_after
+from areal_async.controller.rollback import RollbackOrders
 from areal_async.controller.row_images import RowImages
 from areal_async.controller.steering import RunSteering
 from areal_async.controller.tag_orders import TagOrders
@@ -122,6 +123,7 @@ class Controller:
         self._arm_orders = ArmOrders(bus, settings, tasks, lambda: accounts.admitted)
         self._hosts = HostOrders(bus, settings)
         self._tags = TagOrders(bus, settings)
+        self._rollbacks = RollbackOrders(bus, settings, lambda: self._accounts.journal)
         self._fleets = FleetOrders(bus, settings.run_directory, lambda: self._liveness.present)
         self._waits_for = ""
 
@@ -345,6 +347,7 @@ class Controller:
                 *self._hosts.endpoints,
                 *self._tags.endpoints,
                 *self._arm_orders.endpoints,
+                *self._rollbacks.endpoints,
             ],
         ):
             async for control in self._bus.watch_key(CONTROL, Control):

@@ -7,8 +7,8 @@ import msgspec
 from areal_async.bus import Bus
 from areal_async.launch.backend import Backend
 from areal_async.launch.supervisor import Notify, ProcessGroup, RunSupervisor
-from areal_async.protocol.run_state import Control, OrderedHosts
-from areal_async.protocol.subjects import CONTROL, HOSTS
+from areal_async.protocol.run_state import Control, OrderedHosts, Rollback
+from areal_async.protocol.subjects import CONTROL, HOSTS, ROLLBACK
 
 
 async def take_back_stop(bus: Bus) -> None:
@@ -32,6 +32,35 @@ async def run_stop_orders(bus: Bus, *, stop: Callable[[], None], notify: Notify)
     async for control in bus.watch_key(CONTROL, Control):
         if control.is_stopping:
             stop()
+
+
+async def run_rollback_orders(bus: Bus, *, before: Rollback, renew: Callable[[str, str], None], notify: Notify) -> None:
+    """Have the trainer start anew when it is ordered that the run goes back: the one that begins carries that out.
+
+    Its step is not awaited: what it makes is given up.
+
+    consumes:     the key ``rollback``
+    waits for:    its next change
+    produces:     the end of the trainer's processes
+    unblocked by: cancellation alone
+
+    Args:
+        before: the order as it was before the trainer was started.
+        renew: kills a process group, of a name and why, so that it is started again.
+    """
+    async for order in bus.watch_key(ROLLBACK, Rollback):
+        if order.refusal and order != before:
+            notify(f"run {bus.names.run} does not go back to {order.version}: {order.refusal}")
+        if order.is_due and order.number > before.number:
+            notify(f"run {bus.names.run} {goes_back(order)}")
+            renew("trainer", f"started anew to go back to {order.version}")
+        before = order
+
+
+def goes_back(order: Rollback) -> str:
+    """Say what an order has a run do."""
+    why = f": {order.reason}" if order.reason else ""
+    return f"goes back to {order.version}, as {order.by or 'an operator'} has ordered{why}"
 
 
 class NodesOfHosts:

@@ -21,7 +21,7 @@ from areal_async.launch.blockages import run_blockages
 from areal_async.launch.heartbeat_lock import own_holder, run_beats, wait_released
 from areal_async.launch.lost import find_lost
 from areal_async.launch.membership import MembershipPublisher
-from areal_async.launch.orders import NodesOfHosts, run_stop_orders, take_back_stop
+from areal_async.launch.orders import NodesOfHosts, run_rollback_orders, run_stop_orders, take_back_stop
 from areal_async.launch.plan import node_on_host, plan_groups
 from areal_async.launch.reach import refuse_loopback
 from areal_async.launch.rotation import run_rotation
@@ -30,8 +30,8 @@ from areal_async.launch.stalls import StallWatch
 from areal_async.launch.starts import LAST_WORDS_S, Start, begin, has_tickets, is_finished, resume_point
 from areal_async.launch.supervisor import Notify, RunEnd, RunSupervisor
 from areal_async.process.host import LOOPBACK
-from areal_async.protocol.run_state import CrewState, RunState, SharedSettings
-from areal_async.protocol.subjects import LAUNCHER, NODES, RUN_STATE, SETTINGS
+from areal_async.protocol.run_state import CrewState, Rollback, RunState, SharedSettings
+from areal_async.protocol.subjects import LAUNCHER, NODES, ROLLBACK, RUN_STATE, SETTINGS
 from areal_async.rollout.user_code.source_hashes import source_hashes
 
 CONNECT_DEADLINE_S = 10.0
@@ -91,6 +91,7 @@ async def launch(
             return RunEnd.ALREADY_FINISHED
         await begin(bus, directory, settings, start, notify=notify)
         await _publish_start(bus, directory, settings)
+        order, _ = await bus.get(ROLLBACK, Rollback)
         holder = own_holder()
         await bus.put(LAUNCHER, holder)
         membership = MembershipPublisher(bus)
@@ -110,6 +111,8 @@ async def launch(
                 tasks.start_soon(run_rotation, directory.logs)
                 tasks.start_soon(nodes.run, bus, supervisor)
                 tasks.start_soon(functools.partial(run_stop_orders, bus, stop=supervisor.stop, notify=notify))
+                going_back = functools.partial(run_rollback_orders, bus, before=order or Rollback(), notify=notify)
+                tasks.start_soon(functools.partial(going_back, renew=supervisor.renew))
                 async with anyio.create_task_group() as telling:
                     with said:
                         telling.start_soon(membership.run_changes, changes)

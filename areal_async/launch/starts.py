@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from areal_async.bus import Bus
 from areal_async.config.change_record import record_change
@@ -18,12 +19,13 @@ from areal_async.config.resumed import SettingDifference, differences, without
 from areal_async.config.settings import Settings
 from areal_async.controller.sampler import is_without_mix
 from areal_async.errors import BusError, UserError
+from areal_async.launch.orders import goes_back
 from areal_async.launch.run_directory import RunDirectory, SettingsSources
 from areal_async.launch.supervisor import Notify
 from areal_async.protocol.events import RunOrdered, SettingChanged
 from areal_async.protocol.journal import Journal
-from areal_async.protocol.run_state import Changes, RunState
-from areal_async.protocol.subjects import ADMITTED, CHANGES, CHECKPOINT, RUN_STATE
+from areal_async.protocol.run_state import Changes, Rollback, RunState
+from areal_async.protocol.subjects import ADMITTED, CHANGES, CHECKPOINT, ROLLBACK, RUN_STATE
 from areal_async.protocol.types import Admitted, CheckpointRecord, Cut, CutKind, Version, WeightsVersion
 
 RESUMED = "the run was resumed with it"
@@ -47,12 +49,14 @@ class Start:
 
 
 async def is_finished(bus: Bus, *, steps: int) -> bool:
-    """Say whether a run has finished, and came as far as it is wanted to come now."""
+    """Say whether a run has finished, came as far as it is wanted to come now, and is not to go back."""
     state, _ = await bus.get(RUN_STATE, RunState)
     if state is None or state.state != "finished":
         return False
+    order, _ = await bus.get(ROLLBACK, Rollback)
     newest, _ = await bus.get(bus.names.weights_key(), WeightsVersion)
-    return newest is None or Version.parse(newest.version).step >= steps
+    is_due = order is not None and order.is_due
+    return not is_due and (newest is None or (newest.final and Version.parse(newest.version).step >= steps))
 
 
 async def begin(bus: Bus, directory: RunDirectory, settings: Settings, start: Start, *, notify: Notify) -> None:
@@ -68,7 +72,11 @@ async def begin(bus: Bus, directory: RunDirectory, settings: Settings, start: St
     changed = differences(settings_now(recorded, changes), settings_now(settings, left))
     for one in changed:
         await _check(bus, settings, one)
-    await _tell_where(bus, directory, settings.run.name, notify)
+    order, _ = await bus.get(ROLLBACK, Rollback)
+    due = order if order is not None and order.is_due else None
+    await _tell_where(bus, directory, settings.run.name, notify, due=due)
+    if due is not None:
+        await _take_end_back(bus)
     directory.write_settings(settings)
     if start.said is not None:
         directory.write_said(start.said)
@@ -90,6 +98,14 @@ async def begin(bus: Bus, directory: RunDirectory, settings: Settings, start: St
 async def _note(bus: Bus, directory: RunDirectory, event: RunOrdered | SettingChanged) -> None:
     await anyio.to_thread.run_sync(record_change, directory.path, event)
     await bus.publish_event(event)
+
+
+async def _take_end_back(bus: Bus) -> None:
+    """Have nobody take the end that the run had for the one to come, before it has gone back."""
+    key = bus.names.weights_key()
+    newest, revision = await bus.get(key, WeightsVersion)
+    if newest is not None and newest.final:
+        await bus.compare_and_set(key, msgspec.structs.replace(newest, final=False), revision)
 
 
 def _is_ratio(one: SettingDifference) -> bool:
@@ -123,8 +139,12 @@ async def _last_cut_step(bus: Bus) -> int:
     return journal.last_step
 
 
-async def _tell_where(bus: Bus, directory: RunDirectory, run: str, notify: Notify) -> None:
-    """Say from which step the run goes on; of one that had finished, after what was its end is set aside."""
+async def _tell_where(bus: Bus, directory: RunDirectory, run: str, notify: Notify, *, due: Rollback | None) -> None:
+    """Say from which step the run goes on; of one that had finished, after what was its end is set aside.
+
+    Args:
+        due: an order to go back.
+    """
     state, _ = await bus.get(RUN_STATE, RunState)
     record, _ = await bus.get(CHECKPOINT, CheckpointRecord)
     if state is None:
@@ -133,7 +153,11 @@ async def _tell_where(bus: Bus, directory: RunDirectory, run: str, notify: Notif
     if state.state == "finished":
         kept = directory.set_models_aside()
         aside = f"; the model of that step is kept as {' and '.join(kept)}" if kept else ""
-        notify(f"run {run} had finished, and goes on from step {step}{aside}")
+        where = f"goes on from step {step}" if due is None else goes_back(due)
+        notify(f"run {run} had finished, and {where}{aside}")
+        return
+    if due is not None:
+        notify(f"run {run} {goes_back(due)}")
         return
     again = await _replayed(bus, after_step=step)
     notify(f"run {run} goes on from step {step}{', its newest checkpoint' if step else ''}{again}")

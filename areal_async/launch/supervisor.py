@@ -95,8 +95,9 @@ class _SupervisedGroup:
     work_done: int = 0
     """Amount of lasting work at the last death."""
     is_asked_to_end: bool = False
-    is_renewed: bool = False
-    """Asked to end so that it is started anew: whatever it ends with is no death."""
+    is_running: bool = False
+    renewal: str = ""
+    """Why it was asked to end, or killed, so that it is started anew: whatever it ends with is no death."""
     stopping: anyio.Event = field(default_factory=anyio.Event)
     """Set once it is not to be started again."""
     num_starts: int = 0
@@ -218,6 +219,14 @@ class RunSupervisor:
                 for process in member.processes:
                     process.kill()
 
+    def renew(self, name: str, reason: str) -> None:
+        """Kill a process group that runs, so that it is started anew: this is no death. One that does not, will be."""
+        for member in self._members:
+            if member.group.name == name and member.is_running and not self._stopping.is_set():
+                member.renewal = reason
+                for process in member.processes:
+                    process.kill()
+
     def add(self, group: ProcessGroup) -> None:
         """Keep one more group alive, which is stopped just before the last one; one that is there already stays."""
         if self._stopping.is_set() or any(member.group.name == group.name for member in self._members):
@@ -259,9 +268,9 @@ class RunSupervisor:
                 if death is not None and death.status > 0:
                     self._notify(f"while stopping, {death}")
                 break
-            if member.is_renewed:
-                member.is_renewed = False
-                self._note_change(member, "died", "started anew on other hosts")
+            if member.renewal:
+                self._note_change(member, "died", member.renewal)
+                member.renewal = ""
                 continue
             if death is None and (group.ends_run or group.may_finish):
                 self._note_change(member, "finished")
@@ -308,12 +317,13 @@ class RunSupervisor:
             return None
         member.hosts = [spec.host or self._backend.hosts[0] for spec in specs]
         self._note_change(member, "running", member.last_death)
-        if member.group.is_outdated is None:
-            return await run_together(specs, self._backend, on_start=member.on_start)
+        member.is_running = True
         async with anyio.create_task_group() as watching:
-            watching.start_soon(self._renew_when_outdated, member, member.group.is_outdated)
+            if member.group.is_outdated is not None:
+                watching.start_soon(self._renew_when_outdated, member, member.group.is_outdated)
             death = await run_together(specs, self._backend, on_start=member.on_start)
             watching.cancel_scope.cancel()
+        member.is_running = False
         return death
 
     async def _renew_when_outdated(
@@ -332,7 +342,7 @@ class RunSupervisor:
             await anyio.sleep(HOST_LOOK_S)
             num_looks = num_looks + 1 if is_outdated(member.hosts) else 0
         self._notify(f"{group.name} ends in good order, to go on with other hosts")
-        member.is_renewed = True
+        member.renewal = "started anew on other hosts"
         member.processes[0].terminate()
         await anyio.sleep(group.stop_deadline_s)
         for process in member.processes:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal_async.process.atomic_folders import versions_in
-from areal_async.protocol.types import GroupId
+from areal_async.protocol.types import GroupId, Version
 from tests.e2e.test_doctor import diagnose
 from tests.e2e.test_run import Run, assert_accounts, collect, role_processes, said_by, wait_until
 
@@ -66,8 +66,11 @@ def test_a_mix_keeps_its_ratio_and_evaluates_each_task(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_mix_of_a_live_run_changes_and_outlives_its_controller(tmp_path: Path) -> None:
-    """One task is switched off, the controller killed, and the run resumed with another mix: each has one turn."""
-    run = Mixed(tmp_path, "remixed", run__steps=500, trainer__checkpoint_every_steps=50)
+    """One task is switched off, the controller killed, and the run resumed with another mix: each has one turn.
+
+    It goes back, too, to an earlier checkpoint: while it lives, and when it is stopped.
+    """
+    run = Mixed(tmp_path, "remixed", run__steps=500, trainer__checkpoint_every_steps=50, trainer__keep_checkpoints=100)
     process = run.start()
     run.wait_for_step(2, process)
 
@@ -87,17 +90,22 @@ def test_the_mix_of_a_live_run_changes_and_outlives_its_controller(tmp_path: Pat
     off_at = len(run.lines)
     wait_until(lambda: len(run.lines) > off_at + 3, "a few steps more")
     assert {line["groups/calculator"] for line in run.lines[off_at:]} == {0}, "a change outlives a controller"
+    _go_back(run, "the trainer is started anew")
+    wait_until(lambda: _lineage(run) == 2, "a step of the lineage that went back")
     _verb(run, "stop", "--reason", "enough")
     stopped = collect(process)
     assert stopped.returncode == 0, stopped.stdout
     assert "run.ordered order=stop by=" in stopped.stdout
 
+    went_back = _go_back(run, "its next start, run remixed, goes on from")
     resumed = run.start("--tasks.0.ratio=6", "--rollout.batch_groups=16", "--trainer.checkpoint_every_steps=100")
     wait_until(lambda: run.lines[-1]["groups/calculator"] > 0, "the mix of the command line")
     _verb(run, "stop")
     ended = collect(resumed)
     assert ended.returncode == 0, ended.stdout
     assert "tasks.0.ratio was 0.0, is 6.0: for the prompts that are admitted from now on" in ended.stdout
+    assert f"run remixed goes back to {went_back}, as" in ended.stdout
+    assert _lineage(run) == 3
     (covered,) = [ruling for ruling in diagnose(run.directory, status=0)["rulings"] if ruling["promise"] == "P7"]
     assert covered["verdict"] == "proved", covered
 
@@ -106,6 +114,17 @@ def _verb(run: Run, verb: str, *words: str) -> str:
     ended = said_by(verb, run.directory, *words)
     assert ended.returncode == 0, ended.stderr
     return str(ended.stdout)
+
+
+def _go_back(run: Run, told: str) -> str:
+    """Have a run go back behind its last two checkpoints; return to which."""
+    version = str(versions_in(run.directory / "checkpoints")[-3])
+    assert told in _verb(run, "rollback", "--to", version, "--why", "to try it")
+    return version
+
+
+def _lineage(run: Run) -> int:
+    return Version.parse(run.lines[-1]["weights_version"]).lineage
 
 
 def _newest_checkpoint(run: Run) -> int:

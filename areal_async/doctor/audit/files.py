@@ -8,14 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from areal_async.doctor.audit.run_record import ArchivedSlot, TrainedGroups
+from areal_async.doctor.audit.run_record import ArchivedSlot
 from areal_async.doctor.audit.versions import count_versions, find_faults
 from areal_async.errors import UserError, WireError
-from areal_async.process.atomic_folders import LEDGER, versions_in
+from areal_async.process.atomic_folders import versions_in
 from areal_async.protocol.types import ReplyReward, Sequence
-from areal_async.protocol.wire import decode_json
 from areal_async.trainer.output.archive_reader import IMAGES, arrays_of, sequences_of
 from areal_async.trainer.output.archived_images import FOLDER, each_image
+from areal_async.versions.restore_points import TrainedGroups, read_trained
 
 SCALARS = (
     "step", "lineage", "position", "group_id", "sibling", "sample_uid", "reward", "advantage", "oldest", "newest",
@@ -93,8 +93,7 @@ def read_ledger(directory: Path) -> tuple[TrainedGroups | None, list[str]]:
     unreadable: list[str] = []
     for version in reversed(versions_in(directory)):
         try:
-            content = (directory / str(version) / LEDGER).read_bytes()
-            return decode_json(content, TrainedGroups, what="ledger"), unreadable
+            return read_trained(directory / str(version)), unreadable
         except (OSError, WireError) as exc:
             unreadable.append(f"checkpoint {version}: {exc}")
     return None, unreadable

@@ -3,15 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgspec
-
 from areal_async.algorithms.advantages import AdvantageRule
 from areal_async.config.settings import CurriculumSettings
 from areal_async.controller.sampler import Sampler, TaskShare, sampler_of
-from areal_async.protocol.fields import GroupIdText, StepText, VersionText
 from areal_async.protocol.publish_log import Produced, ProducerSequence
 from areal_async.protocol.types import Admitted, Cut, GroupId, Outcome, ReplyReward
 from areal_async.trainer.engine.digests import Damage
+from areal_async.versions.restore_points import TrainedGroups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,14 +117,6 @@ class ArchivedSlot:
     def name(self) -> str:
         """The slot, as findings name it."""
         return f"{self.group_id}.{self.sibling}"
-
-
-class TrainedGroups(msgspec.Struct, frozen=True):
-    """What the newest checkpoint says that its weights were trained on."""
-
-    version: VersionText
-    trained: dict[StepText, list[GroupIdText]]
-    """step -> group ids."""
 
 
 @dataclass(kw_only=True, slots=True)

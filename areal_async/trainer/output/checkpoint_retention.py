@@ -31,6 +31,11 @@ def keep(run_directory: Path, settings: Settings, *, recorded: Version) -> None:
         recorded: what a restart would begin from.
     """
     folder, trainer = run_directory / "checkpoints", settings.trainer
+
+    def ours(versions: Iterable[Version]) -> list[Version]:
+        """Leave out those of an older lineage and a later step: the run has gone back behind them."""
+        return [one for one in versions if one.lineage >= recorded.lineage or one.step <= recorded.step]
+
     there = versions_in(folder)
     every = trainer.keep_every_steps
     also = {recorded} | {version for version in there if every is not None and version.step % every == 0}
@@ -39,9 +44,9 @@ def keep(run_directory: Path, settings: Settings, *, recorded: Version) -> None:
         also.add(best)
     is_gated = settings.gate.action is not None
     if trainer.keep_best == "accuracy" or is_gated:
-        evaluated = accuracies_of(run_directory)
-        also |= awaited(there, evaluated, every_steps=settings.eval.every_steps)
-        also |= _judged_now(there, evaluated) if is_gated else set()
+        evaluated = ours(accuracies_of(run_directory))
+        also |= awaited(ours(there), evaluated, every_steps=settings.eval.every_steps)
+        also |= _judged_now(ours(there), evaluated) if is_gated else set()
     names = {str(version) for version in also}
 
     def has_tag(name: str) -> bool:

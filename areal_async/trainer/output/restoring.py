@@ -11,15 +11,14 @@ from pathlib import Path
 import anyio.to_thread
 import structlog
 
-from areal_async.errors import UserError, WireError
+from areal_async.errors import UserError
 from areal_async.process.atomic_folders import LEDGER, held, link_folder
 from areal_async.protocol.events import CheckpointDamaged
-from areal_async.protocol.journal import Journal
 from areal_async.protocol.run_state import Rollback
 from areal_async.protocol.types import CheckpointRecord, Version
-from areal_async.trainer.batch.ledger import Ledger
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.engine.digests import damage, digest_of_sums, newest_intact, set_aside
+from areal_async.versions.restore_points import is_restore_point
 
 log = structlog.get_logger()
 
@@ -42,7 +41,7 @@ async def choose_checkpoint(lineage: Lineage) -> None:
 
     def find() -> Path | None:
         version = Version.parse(newest.version)
-        return newest_intact(path.parent, before=version, fits=lambda one: _fits(one, journal))
+        return newest_intact(path.parent, before=version, fits=lambda one: is_restore_point(one, journal))
 
     older = await anyio.to_thread.run_sync(find)
     if older is None:
@@ -55,15 +54,6 @@ async def choose_checkpoint(lineage: Lineage) -> None:
     damaged = CheckpointDamaged(version=newest.version, reason=reason, taken=older.name)
     await lineage.record_checkpoint(record, event=damaged)
     await anyio.to_thread.run_sync(set_aside, path)
-
-
-def _fits(checkpoint: Path, journal: Journal) -> bool:
-    """Say whether the journal knows of all that made a checkpoint: not where its steps were trained otherwise since."""
-    try:
-        ledger = Ledger.decode((checkpoint / LEDGER).read_bytes(), what=f"ledger of {checkpoint}")
-    except (OSError, WireError):
-        return False
-    return journal.fits(Version.parse(checkpoint.name), ledger.steps())
 
 
 async def go_back(lineage: Lineage, order: Rollback) -> str:
@@ -80,7 +70,7 @@ async def go_back(lineage: Lineage, order: Rollback) -> str:
     def copy() -> str:
         with held(source, LEDGER):
             reason = damage(source)
-            if not reason and not _fits(source, journal):
+            if not reason and not is_restore_point(source, journal):
                 reason = "its steps were given up since, or trained otherwise"
             if not reason:
                 link_folder(source, folder / str(version))

@@ -487,6 +487,27 @@ async def test_a_process_group_that_is_frozen_is_killed_and_started_again_when_a
     assert any("node ended by SIGKILL; starting node again" in line for line in stage.told)
 
 
+async def test_a_process_group_is_killed_and_started_anew_without_counting_as_a_death(stage: _Stage) -> None:
+    stage.add("trainer", SERVE, SERVE, max_restarts=0)
+    stage.add("controller", SERVE, ends_run=True)
+
+    async def renew_twice() -> None:
+        await until(lambda: bool(stage.supervisors))
+        (supervisor,) = stage.supervisors
+        for number in (1, 2):
+            await until(lambda wanted=2 * number + 1: len(stage.backend.started) == wanted)
+            supervisor.renew("trainer", "started anew")
+        await until(lambda: len(stage.backend.started) == 7)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(renew_twice)
+        assert await stage.run() is RunEnd.STOPPED
+
+    assert stage.supervisors[0].num_starts("trainer") == 3
+    assert not any("starting trainer again" in line for line in stage.told)
+
+
 async def test_groups_are_added_and_removed_while_the_run_runs_and_the_removed_are_not_started_again(
     stage: _Stage,
 ) -> None:

@@ -170,6 +170,18 @@ def test_a_checkpoint_that_the_gate_may_be_about_to_promote_stays(run: Run) -> N
     assert left == {"1-4", "1-10", "1-12"}, "1-4 is being judged, and the newest two that are due wait for that"
 
 
+def test_an_evaluation_that_the_run_went_back_behind_is_none_that_a_checkpoint_waits_for(run: Run) -> None:
+    run.has("1-2", "1-6", "2-2", "2-4", "2-5")
+    run.trained(0.0, 0.0)
+    run.trained(0.0, 0.0, 0.0, first=3, lineage=2)
+    for version in ("1-2", "1-6"):
+        run.evaluated(version, 0.5)
+
+    left = run.keep("2-5", keep_checkpoints=1, keep_best="accuracy")
+
+    assert left == ["1-2", "2-4", "2-5"]
+
+
 def test_a_checkpoint_is_judged_by_the_interval_that_was_in_force_at_its_step(run: Run) -> None:
     """The file says 2; an operator had it at 1 from step 3 on, and at 4 from step 5 on."""
     run.has("1-2", "1-3", "1-4", "1-8")
