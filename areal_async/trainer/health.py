@@ -2,22 +2,23 @@
 
 A rule is a pure function of lines, so a trainer that was restarted knows from the file what was going on, and from
 the run's events what it has published of that: a step that is trained again publishes nothing twice. An alarm clears
-with the first step that no longer shows its cause.
+with the first step that no longer shows its cause, or when the run goes back behind the one that showed it.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import structlog
 
 from areal_async.bus import Bus
 from areal_async.config.health import MAX_EQUAL_STEPS, HealthSettings
 from areal_async.errors import DeniedError, WireError
 from areal_async.protocol.events import AlarmCleared, AlarmEvent, AlarmRaised
-from areal_async.protocol.types import Metrics
+from areal_async.protocol.types import Metrics, Version
 from areal_async.protocol.wire import decode_json
 
 Line = Mapping[str, Any]
@@ -38,6 +39,8 @@ class Alarm:
     """The number that was seen."""
     bound: float
     """The bound that ``value`` is held against."""
+    first_step: int
+    """The first of those that show it without a break."""
 
 
 def alarms(lines: Sequence[Line], settings: HealthSettings) -> list[Alarm]:
@@ -54,7 +57,8 @@ def equal_rewards(lines: Sequence[Line], settings: HealthSettings) -> Alarm | No
         return None
     reward = lines[-1].get("reward_mean", 0.0)
     sentence = f"all rewards are equal for {count} steps (mean {reward:.3g}): nothing is learned"
-    return Alarm(name="equal_rewards", sentence=sentence, value=count, bound=bound)
+    first_step = int(lines[-count]["step"])
+    return Alarm(name="equal_rewards", sentence=sentence, value=count, bound=bound, first_step=first_step)
 
 
 def logprob_gap(lines: Sequence[Line], settings: HealthSettings) -> Alarm | None:
@@ -66,7 +70,7 @@ def logprob_gap(lines: Sequence[Line], settings: HealthSettings) -> Alarm | None
         return None  # one that is no number is over every bound
     gap = float(line["logprob_gap_mean"])
     sentence = f"trainer and server logprobs are {gap:.3g} apart, of at most {bound:g}: they do not run the same model"
-    return Alarm(name="logprob_gap", sentence=sentence, value=gap, bound=bound)
+    return Alarm(name="logprob_gap", sentence=sentence, value=gap, bound=bound, first_step=int(line["step"]))
 
 
 def skipped_updates(lines: Sequence[Line]) -> Alarm | None:
@@ -78,7 +82,9 @@ def skipped_updates(lines: Sequence[Line]) -> Alarm | None:
             sentence = (
                 f"every {whose}update of step {line['step']} was skipped ({skipped}): loss or gradient not finite"
             )
-            return Alarm(name="skipped_updates", sentence=sentence, value=skipped, bound=0)
+            return Alarm(
+                name="skipped_updates", sentence=sentence, value=skipped, bound=0, first_step=int(line["step"])
+            )
     return None
 
 
@@ -115,9 +121,13 @@ async def newest_alarm_events(bus: Bus) -> dict[str, AlarmEvent]:
 class Health:
     """The alarms of one run, step by step."""
 
-    def __init__(self, settings: HealthSettings, bus: Bus) -> None:
+    def __init__(
+        self, settings: HealthSettings, bus: Bus, *, go_back: Callable[[Alarm], Awaitable[None]] | None = None
+    ) -> None:
+        """``go_back`` has the run go back where an alarm begins, if that is asked for."""
         self.settings = settings
         self._bus = bus
+        self._go_back = go_back
         self._lines: deque[Line] = deque(maxlen=HISTORY_STEPS)
         self._raised: dict[str, Alarm] = {}
         self._published: dict[str, AlarmEvent] = {}
@@ -127,14 +137,23 @@ class Health:
         """Sentences of the alarms that are raised now."""
         return [alarm.sentence for alarm in self._raised.values()]
 
-    async def restore(self, lines: Iterable[Line]) -> None:
-        """Take in the steps before the next one, and what was published of them and of those that are trained again."""
+    async def restore(self, lines: Iterable[Line], *, survives: Callable[[Version], bool] = lambda _: True) -> None:
+        """Take in the steps before the next one, and what was published of them and of those that are trained again.
+
+        Args:
+            survives: whether the run still stands on a version: an alarm of one that it does not is over.
+        """
         self._lines.extend(lines)
         self._raised = self._judged()
         try:
             self._published = await newest_alarm_events(self._bus)
         except DeniedError as exc:  # an external broker whose permissions are older than this
             log.warning("alarms.not_read", reason=str(exc))
+        for name, event in list(self._published.items()):
+            if not survives(Version.parse(event.weights_version)):
+                if isinstance(event, AlarmRaised):
+                    await self._publish(_event(AlarmCleared, event, msgspec.structs.asdict(event)))
+                del self._published[name]
         # An event may be gone, or unread; a step's line is written after the events of what it shows.
         last = self._lines[-1] if self._lines else {}
         for name in self._raised.keys() & str(last.get("alarm_names", "")).split():
@@ -156,6 +175,8 @@ class Health:
             if isinstance(last, AlarmRaised) and name not in self._raised:
                 await self._publish(_event(AlarmCleared, before.get(name, last), line))
             elif name in self._raised and not isinstance(last, AlarmRaised):
+                if self.settings.rollback and self._go_back is not None:  # first: once it is told, nobody does it again
+                    await self._go_back(self._raised[name])
                 await self._publish(_event(AlarmRaised, self._raised[name], line))
         names = {"alarm_names": " ".join(self._raised)} if self._raised else {}
         return {**line, "alarms": len(self._raised), **names}

@@ -88,7 +88,8 @@ class Trainer:
             last_step = max(self.reader.journal.steps_to_replay(), default=self.step)
             self.metrics_file.abandon(after_step=last_step, lineage=self.runner.lineage)
             self.metrics_file.rewind(to_step=self.step, lineage=self.runner.lineage)
-            await self.health.restore(self.metrics_file.newest(HISTORY_STEPS))
+            journal = self.reader.journal
+            await self.health.restore(self.metrics_file.newest(HISTORY_STEPS), survives=journal.survives)
             num_moved = self.checkpointer.abandon_archive()
             self.runner.check_ledger(self.reader.journal)
             await self.feed.on_checkpoint(self.step)

@@ -28,6 +28,7 @@ from areal_async.trainer.engine.checkpoint import CheckpointWriter
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks, ranks_started
 from areal_async.trainer.engine.threads import BackgroundJob
+from areal_async.trainer.going_back import go_back_before
 from areal_async.trainer.health import Health
 from areal_async.trainer.loop import Trainer
 from areal_async.trainer.output.archive import MetricsFile
@@ -151,7 +152,11 @@ async def _run_rank(
             publisher=publisher,
             checkpointer=checkpointer,
             reader=reader,
-            health=Health(settings.health, bus),
+            health=Health(
+                settings.health,
+                bus,
+                go_back=functools.partial(go_back_before, bus, run_directory, lambda: reader.journal),
+            ),
             metrics_file=MetricsFile(run_directory / "metrics.jsonl"),
             feed=feed,
             turns=turns,

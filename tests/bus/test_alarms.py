@@ -1,5 +1,8 @@
 """An alarm about learning is an event, once when it begins and once when it ends, and a number in its step's line."""
 
+import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -8,7 +11,13 @@ import pytest
 
 from areal_async.bus import Bus, Role
 from areal_async.config.health import HealthSettings
+from areal_async.process.atomic_folders import LEDGER
+from areal_async.process.json_lines import read_json_lines
 from areal_async.protocol.events import AlarmCleared, AlarmRaised
+from areal_async.protocol.journal import Journal
+from areal_async.protocol.run_state import Rollback
+from areal_async.protocol.subjects import ROLLBACK
+from areal_async.trainer.going_back import go_back_before
 from areal_async.trainer.health import Health, newest_alarm_events
 from tests.brokers import PATIENCE_S, OpenRole, until
 
@@ -110,3 +119,65 @@ async def test_steps_that_are_trained_again_tell_no_alarm_twice_whatever_they_sh
     assert await trained([flat[2], wild[3]], after=[flat[1]]) == [1, 2]
     assert await trained([flat[2], wild[3], flat[4], line(5, num_equal=1)], after=[flat[1]]) == [1, 2, 1, 0]
     await until(lambda: is_told([*once, ("alarm.cleared", "equal_rewards", 5)]))
+
+
+def make_checkpoint(directory: Path, version: str) -> None:
+    folder = directory / "checkpoints" / version
+    folder.mkdir(parents=True)
+    (folder / LEDGER).write_text(json.dumps({"version": version, "trained": {}}))
+
+
+async def test_an_alarm_has_the_run_go_back_before_what_it_shows_twice_at_the_most(
+    open_role: OpenRole, tmp_path: Path
+) -> None:
+    trainer = await open_role(Role.TRAINER)
+    for version in ("1-1", "1-2", "1-3"):
+        make_checkpoint(tmp_path, version)
+    go_back = partial(go_back_before, trainer, tmp_path, Journal)
+    settings = HealthSettings(equal_rewards_steps=2, rollback=True)
+    orders = []
+    for _ in range(3):
+        health = Health(settings, trainer, go_back=go_back)
+        for step, num_equal in ((2, 1), (3, 2), (4, 2), (5, 1)):
+            health._published.clear()  # as where it went back behind what was told
+            await health.judge(line(step, num_equal=num_equal))
+        held, revision = await trainer.get(ROLLBACK, Rollback)
+        assert held is not None
+        orders.append((held.number, held.version, held.by))
+        await trainer.compare_and_set(ROLLBACK, msgspec.structs.replace(held, lineage=2), revision)
+
+    assert orders == [(1, "1-2", "alarm equal_rewards"), (2, "1-2", "alarm equal_rewards")] + [orders[1]]
+    lines = read_json_lines(tmp_path / "orders.jsonl")
+    assert [one["order"] for one in lines] == ["rollback to 1-2"] * 2
+
+
+@pytest.mark.parametrize("rollback", [False, True])
+async def test_an_alarm_orders_nothing_unless_asked_or_where_no_checkpoint_is_before_it(
+    open_role: OpenRole, tmp_path: Path, rollback: bool
+) -> None:
+    trainer = await open_role(Role.TRAINER)
+    make_checkpoint(tmp_path, "1-2" if rollback else "1-0")
+    settings = HealthSettings(equal_rewards_steps=2, rollback=rollback)
+    health = Health(settings, trainer, go_back=partial(go_back_before, trainer, tmp_path, Journal))
+
+    judged = [await health.judge(line(step, num_equal=2)) for step in (1, 2)]
+
+    assert judged[-1]["alarms"] == 1
+    assert (await trainer.get(ROLLBACK, Rollback))[0] is None
+
+
+async def test_an_alarm_of_steps_that_were_given_up_is_over_and_begins_anew(open_role: OpenRole) -> None:
+    trainer = await open_role(Role.TRAINER)
+    settings = HealthSettings(equal_rewards_steps=2)
+    health = Health(settings, trainer)
+    for step in (1, 2, 3):
+        await health.judge(line(step, num_equal=2))
+    await until(lambda: _has_told(trainer, ("alarm.raised", 2)))
+
+    anew = Health(settings, trainer)
+    await anew.restore([line(1, num_equal=2)], survives=lambda version: version.step <= 1)
+
+    assert anew.sentences == []
+    await until(lambda: _has_told(trainer, ("alarm.cleared", 2)))
+    await anew.judge({**line(2, num_equal=2), "weights_version": "2-2"})
+    await until(lambda: _has_told(trainer, ("alarm.raised", 2)))

@@ -38,7 +38,7 @@ MAY_CHANGE = {
     "metrics": """tensorboard wandb_project prometheus prometheus_host traces traces_ratio traces_texts
         traces_key""",
     "gate": "action against metric at_least alpha",
-    "health": "equal_rewards_steps logprob_gap untrained_batches",
+    "health": "equal_rewards_steps logprob_gap rollback untrained_batches",
     "endpoint": "host on_unsupported",
     "launch": "backend hosts remote_command join_wait_s num_hosts cpus_per_host gpus_per_host",
     "bus": """url replicas credentials ca monitor_url host http_port port max_disk_bytes operation_deadline_s""",

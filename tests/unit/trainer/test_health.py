@@ -42,6 +42,7 @@ def test_equal_rewards_are_told_after_as_many_steps_in_a_row(flat: str, raised: 
     assert (alarm is not None) == raised
     if alarm is not None:
         assert alarm.value == flat.count("f")
+        assert alarm.first_step == flat.index("fff") + 1
         assert alarm.sentence.startswith(f"all rewards are equal for {flat.count('f')} steps (mean 0.5)")
 
 
@@ -63,6 +64,7 @@ def test_a_gap_over_the_bound_is_told(gap: float, raised: bool) -> None:
     assert (alarm is not None) == raised
     if alarm is not None:
         assert (alarm.value, alarm.bound) == (pytest.approx(gap, nan_ok=True), 0.1)
+        assert alarm.first_step == 2
 
 
 def test_a_step_without_current_tokens_says_nothing_of_the_gap() -> None:
