@@ -23,7 +23,12 @@ from areal_async.monitor.token_views import TokenView, token_views
 from areal_async.monitor.trajectory_list import Entry, entry_of
 from areal_async.process.json_lines import JsonLines, Line, read_json_lines
 from areal_async.protocol.types import Version
-from areal_async.trainer.output.archive_reader import ArchivedTrajectory, archive_files, read_recorded
+from areal_async.trainer.output.archive_reader import (
+    ABANDONED_METRICS,
+    ArchivedTrajectory,
+    archive_files,
+    read_recorded,
+)
 from areal_async.trainer.output.archived_images import find_images, image_files
 from areal_async.versions import tags
 from areal_async.versions.arms import FILE
@@ -65,6 +70,9 @@ class ReportData:
     lines: Sequence[Mapping[str, Any]]
     """Lines of ``metrics.jsonl``."""
     evaluations: Sequence[Mapping[str, Any]]
+    """Lines of ``eval.jsonl``, without those of versions that the run went back behind."""
+    abandoned: Sequence[Mapping[str, Any]] = ()
+    """Lines of the steps that it went back behind, with the lineage that did (``abandoned_by``)."""
     checkpoints_s: Mapping[int, float]
     """Step -> for how long the checkpoint after it has held up the steps."""
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -113,13 +121,17 @@ def read_report(
     for _, paths in newest:
         with suppress(UserError):  # moved away just now by a restored trainer, or damaged: doctor tells
             archived.append(_read_step(tuple(paths)))
+    abandoned = read_json_lines(run_directory / ABANDONED_METRICS)
+    given_up = {line.get("weights_version") for line in abandoned}
+    evaluations = read_json_lines(run_directory / "eval.jsonl")
     ages = sum((counts for _, counts in archived), Counter[int]())
     return ReportData(
         run=settings.run.name,
         written_at=written_at,
         steps=settings.run.steps,
         lines=lines,
-        evaluations=read_json_lines(run_directory / "eval.jsonl"),
+        evaluations=[one for one in evaluations if one.get("eval_id") not in given_up],
+        abandoned=abandoned,
         tags=tags.shown(run_directory),
         arms=read_json_lines(run_directory / FILE),
         # Each step's line tells of what has held it up since the one before.

@@ -120,7 +120,10 @@ def _progress(data: ReportData) -> Iterator[Card]:
     curves = {"training": dict(zip(steps, _column(lines, "reward_mean"), strict=True))}
     if held_out:
         curves["held-out"] = {step: mean(values) for step, values in held_out.items()}
-    yield _lines("Reward", "mean", *over_steps(curves, marked=["held-out"]), axis="reward")
+    if data.abandoned:  # of each step the newest
+        curves["given up"] = dict(zip(map(_step, data.abandoned), _column(data.abandoned, "reward_mean"), strict=True))
+    note = "; ".join(_given_up(data.abandoned))
+    yield _lines("Reward", "mean", *over_steps(curves, marked=["held-out"]), axis="reward", note=note)
     tasks = sorted({key for line in lines for key in line if key.startswith("reward/")})[:5]
     if tasks:
         by_task = [Series(key.removeprefix("reward/"), _column(lines, key)) for key in tasks]
@@ -152,6 +155,15 @@ def _arms(data: ReportData) -> Iterator[Card]:
             for key in ("difference", "low", "high")
         }
         yield _lines(f"Arm {name}", "reward", *over_steps(curves, marked=()), note=arm_text(own[-1]))
+
+
+def _given_up(abandoned: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Say which steps each lineage has gone back behind."""
+    steps: dict[int, list[int]] = {}
+    for line in abandoned:
+        steps.setdefault(int(line["abandoned_by"]), []).append(_step(line))
+    for lineage, own in sorted(steps.items()):
+        yield f"lineage {lineage} went back behind steps {min(own)} to {max(own)}"
 
 
 def _speed(data: ReportData) -> Iterator[Card]:
@@ -191,7 +203,11 @@ def _lines(
 
 
 def _steps(data: ReportData) -> list[int]:
-    return [int(line["step"]) for line in data.lines]
+    return [_step(line) for line in data.lines]
+
+
+def _step(line: Mapping[str, Any]) -> int:
+    return int(line["step"])
 
 
 def _column(lines: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:

@@ -30,10 +30,9 @@ from areal_async.protocol.types import Metrics, Version
 from areal_async.protocol.types import Sequence as TokenSequence
 from areal_async.trainer.batch.step import TrainedShard
 from areal_async.trainer.output import archived_images
-from areal_async.trainer.output.archive_reader import SLOT_COLUMNS
+from areal_async.trainer.output.archive_reader import ABANDONED_METRICS, SLOT_COLUMNS
 from areal_async.trainer.packing.rows import TrainRow
 
-ABANDONED_METRICS = "metrics_abandoned.jsonl"
 _FILE = re.compile(r"step-([0-9]+)-([0-9]+)-[0-9]+\.parquet").fullmatch
 _CREDIT = pa.struct(
     [("reward", pa.float64()), ("num_tokens", pa.int64()), ("role", pa.string()), ("advantage", pa.float64())]

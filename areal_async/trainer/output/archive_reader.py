@@ -30,6 +30,8 @@ from areal_async.protocol.types import Sequence as TokenSequence
 from areal_async.trainer.batch.cut import ages_in
 from areal_async.trainer.output import archived_images
 
+ABANDONED_METRICS = "metrics_abandoned.jsonl"
+"""File beside ``metrics.jsonl``: the lines of steps that the run went back behind."""
 PARTIAL = ("turns", "temperatures", "steered")
 """Columns of the sequences that may be null, and that older archives are without."""
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", *PARTIAL)

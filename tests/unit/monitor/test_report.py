@@ -220,6 +220,22 @@ def test_the_verb_writes_a_runs_report_from_its_directory_alone(
     assert main(["status", "--run", str(directory.path), "--watch"]) == 2
 
 
+def test_steps_that_the_run_went_back_behind_are_marked_and_their_evaluations_left_out(tmp_path: Path) -> None:
+    directory = _run(tmp_path)
+    write_lines(directory.path, line(1), line(2))
+    abandoned = [{**line(step), "weights_version": f"1-{step}", "abandoned_by": 2} for step in (2, 3)]
+    (directory.path / "metrics_abandoned.jsonl").write_text("".join(json.dumps(one) + "\n" for one in abandoned))
+    evaluated = [{"eval_id": version, "step": 2, "accuracy": value} for version, value in (("1-2", 0.9), ("2-2", 0.1))]
+    (directory.path / "eval.jsonl").write_text("".join(json.dumps(one) + "\n" for one in evaluated))
+
+    assert main(["status", "--run", str(directory.path), "--html", str(tmp_path / "out.html")]) == 0
+
+    text = (tmp_path / "out.html").read_text()
+    assert "lineage 2 went back behind steps 2 to 3" in _Page(text).text
+    (chart,) = [told for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL) if "given up" in str(told := _told(svg))]
+    assert "0.9" not in json.dumps(chart)
+
+
 def test_a_watched_report_of_a_run_that_is_over_leaves_its_directory_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
