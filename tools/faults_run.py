@@ -105,13 +105,13 @@ class FaultRun:
                 start_new_session=True,
             )
 
-    def order(self, verb: str) -> None:
-        """Give the live run an order, ``pause`` or ``resume``, as a user would; it was obeyed when this returns.
+    def order(self, verb: str, *words: str) -> None:
+        """Give the live run an order, as a user would: ``pause`` and ``resume`` were obeyed when this returns.
 
         Raises:
             FaultFailed: the verb did not end, or with another status than 0.
         """
-        command = [sys.executable, "-m", "areal_async", verb, "--run", str(self.directory)]
+        command = [sys.executable, "-m", "areal_async", verb, "--run", str(self.directory), *words]
         try:
             done = subprocess.run(
                 command,
