@@ -2,17 +2,21 @@
 
 import json
 import re
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.process.atomic_folders import LEDGER, versions_in
 from areal_async.process.json_lines import read_json_lines
 from areal_async.protocol.types import Version
+from tests.e2e.scene import look
 from tests.e2e.test_run import Run, assert_accounts, collect, said_by, wait_until
 
-pytestmark = [pytest.mark.timeout(480), pytest.mark.whole_runs]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.whole_runs, pytest.mark.nightly]
 
 NUM_STEPS = 10
 
@@ -35,16 +39,20 @@ def test_a_run_goes_back_live_though_its_trainer_dies_of_it_then_stopped_then_fi
 
         run.wait_for_fault("trainer.before_branch-1", process)
         wait_until(lambda: len(versions(run)) >= 5 and versions(run)[-1].lineage == 3, "five steps, anew")
+        bound = RunDirectory(run.directory).read_settings().rollout.max_groups_in_flight
+        wait_until(lambda: 0 < (look(run).in_flight or 0) <= bound, f"{bound} groups in flight at the most")
         process.send_signal(signal.SIGINT)
         stopped = collect(process)
     assert stopped.returncode == 0, stopped.stdout
     assert "run back goes back to 1-2, as ann has ordered: it diverged" in stopped.stdout
     assert [one.lineage for one in versions(run)[:3]] == [1, 1, 3]
 
-    (run.directory / "checkpoints" / "3-6" / "ledger").open("ab").write(b" ")
-    refused = said_by("rollback", run.directory, "--to", "3-6")
+    newest = str(versions_in(run.directory / "checkpoints")[-1])
+    with (run.directory / "checkpoints" / newest / LEDGER).open("ab") as ledger:
+        ledger.write(b" ")
+    refused = said_by("rollback", run.directory, "--to", newest)
     assert refused.returncode == 2
-    assert refused.stderr.startswith("--to: got 3-6, whose files are not whole: ledger is not what was written")
+    assert refused.stderr.startswith(f"--to: got {newest}, whose files are not whole: ledger is not what was written")
     ordered = said_by("rollback", run.directory, "--to", "4", "--why", "once more")
     assert ordered.returncode == 0, ordered.stderr
     run.faults = ""
@@ -60,6 +68,7 @@ def test_a_run_goes_back_live_though_its_trainer_dies_of_it_then_stopped_then_fi
     assert [one.lineage for one in versions(run)] == [1, 1] + [5] * (NUM_STEPS - 2)
     assert_accounts(run, num_steps=NUM_STEPS, max_staleness=2)
 
+    shutil.rmtree(run.directory / "checkpoints" / newest)  # which the doctor would tell of
     judged = said_by("doctor", run.directory, "--json")
     diagnosis = json.loads(judged.stdout)
     assert judged.returncode == 0, judged.stdout
@@ -71,5 +80,7 @@ def test_a_run_goes_back_live_though_its_trainer_dies_of_it_then_stopped_then_fi
     assert abandoned[5, 4] == NUM_STEPS - 4
     evaluated = [line["eval_id"] for line in read_json_lines(run.directory / "eval.jsonl")]
     assert evaluated == ["1-0", f"4-{NUM_STEPS}", f"5-{NUM_STEPS}"]
+    replayed = said_by("replay", run.directory, "--run.directory", str(tmp_path / "replays"))
+    assert "losses reproduced" in replayed.stdout, replayed.stdout + replayed.stderr
     kept = {path.name for path in (run.directory / "checkpoints").iterdir()}
     assert {"1-2", "3-2", "4-4", "5-2", f"5-{NUM_STEPS}"} <= kept
