@@ -260,6 +260,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     },
     "policies": JUDGED,
     "policies.*.kind": {"policies": {"judge": {"path": "judge"}}},
+    "arms": {"arms": {"old": {"path": "old"}}},
+    "gate": {"eval": {"samples": 4}},
     "trainer.elastic": {"trainer": {"num_ranks": 2, "num_hosts": 2, "replicas": 2}},
     "launch.num_hosts": {"launch": {"backend": "ray"}},
     "trainer.critic": {"algorithm": {"name": "ppo"}},
@@ -312,7 +314,7 @@ def _recorded(name: str) -> Settings:
 
 def _now(settings: Settings, name: str) -> tuple[str, Any]:
     """Return a setting's own name in a run, and what it is there; None for what is not given."""
-    place = name.replace("tasks.*", "tasks.0").replace("policies.*", "policies.judge")
+    place = name.replace("tasks.*", "tasks.0").replace("policies.*", "policies.judge").replace("arms.*", "arms.old")
     value: Any = settings.model_dump(mode="json")
     for part in place.split("."):
         value = value[int(part)] if isinstance(value, list) else (value or {}).get(part)
