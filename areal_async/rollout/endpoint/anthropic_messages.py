@@ -222,7 +222,8 @@ class MessagesExchange(ApiExchange):
 
     def __init__(self, call: CompletionRequest, model: str) -> None:
         self.call = call
-        self._head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
+        self.id = f"msg_{secrets.token_hex(12)}"
+        self._head = {"id": self.id, "type": "message", "role": "assistant", "model": model}
         self._num_blocks = 0
         self._is_in_text = False
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from areal_async.protocol.types import Turn
 from areal_async.rollout.endpoint.refusals import Refusal
 from areal_async.rollout.policy.messages import assistant_message
 
@@ -84,6 +85,8 @@ class ReportedReply:
     num_output_tokens: int
     logprobs: list[TokenLogprob] | None
     """One for every sampled token, the end of turn too; None where they were not asked for."""
+    turn: Turn | None = None
+    """What was recorded of it."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -98,6 +101,10 @@ class ApiExchange(ABC):
     """
 
     call: CompletionRequest
+    id: str
+    """What its answer is called by."""
+    replies: Sequence["ReportedReply"] = ()
+    """What it was answered with, once it was."""
 
     @abstractmethod
     def answer(self, replies: Sequence[ReportedReply]) -> Any:

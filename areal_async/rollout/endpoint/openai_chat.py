@@ -232,7 +232,8 @@ class ChatExchange(ApiExchange):
     def __init__(self, call: CompletionRequest, model: str, *, wants_usage: bool) -> None:
         self.call = call
         self._wants_usage = wants_usage
-        self._head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self.id = f"chatcmpl-{secrets.token_hex(12)}"
+        self._head = {"id": self.id, "created": int(time.time()), "model": model}
 
     def answer(self, replies: Sequence[ReportedReply]) -> dict[str, Any]:
         """Return a ``chat.completion``."""

@@ -260,7 +260,8 @@ class ResponsesExchange(ApiExchange):
         self._history = history
         self._conversation = conversation
         self._number = secrets.token_hex(12)
-        self._about = {"id": f"resp_{self._number}", "object": "response", "created_at": int(time.time()), **about}
+        self.id = f"resp_{self._number}"
+        self._about = {"id": self.id, "object": "response", "created_at": int(time.time()), **about}
         self._num_events = 0
         self._num_items = 0
         self._is_in_text = False
@@ -279,7 +280,7 @@ class ResponsesExchange(ApiExchange):
     def conclude(self, replies: Sequence[ReportedReply]) -> None:
         """Remember the conversation that the next response may go on from."""
         if self._about["store"]:
-            self._history[self._about["id"]] = [*self._conversation, replies[0].message]
+            self._history[self.id] = [*self._conversation, replies[0].message]
 
     def _response(self, status: str) -> dict[str, Any]:
         """Return a response without any output yet."""

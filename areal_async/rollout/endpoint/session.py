@@ -18,6 +18,7 @@ import structlog
 
 from areal_async.api import Reply, ReplyStream
 from areal_async.errors import ContextFull, GenerationError, RolloutError, WorkflowError
+from areal_async.protocol.types import Turn
 from areal_async.rollout.endpoint.admission import AdmissionLimits
 from areal_async.rollout.endpoint.calls import (
     ApiExchange,
@@ -128,6 +129,7 @@ class Session:
             messages, key = await self._recall(call)
             replies = await self._policy.chat(messages, tools=call.tools, n=call.n, **self._sampling(call))
             reported = [self._take(call, key, reply) for reply in replies]
+            exchange.replies = reported
             exchange.conclude(reported)
             return reported
 
@@ -168,6 +170,7 @@ class Session:
             for task in writing:
                 task.cancel()
         reported = [task.result() for task in writing]
+        exchange.replies = reported
         exchange.conclude(reported)
         yield exchange.finish(reported)
 
@@ -224,11 +227,11 @@ class Session:
     def _take(self, call: CompletionRequest, key: bytes, reply: Reply) -> ReportedReply:
         """Return what the agent is told of a reply, and remember it as one to the conversation of ``key``."""
         turn = self._policy.turns[self._policy.reply_ids.index(reply.id)]
-        reported = self._reported(call, reply, len(turn.prompt_ids))
+        reported = self._reported(call, reply, turn)
         self._memory.remember(key, reported, reply)
         return reported
 
-    def _reported(self, call: CompletionRequest, reply: Reply, num_prompt_tokens: int) -> ReportedReply:
+    def _reported(self, call: CompletionRequest, reply: Reply, turn: Turn) -> ReportedReply:
         content: str = reply.message["content"]
         tool_calls = reply.message.get("tool_calls", [])
         if call.form is not None and self._begins_thought:
@@ -245,9 +248,10 @@ class Session:
             tool_calls=tool_calls,
             finish=finish,
             stop_sequence=stop_sequence,
-            num_prompt_tokens=num_prompt_tokens,
+            num_prompt_tokens=len(turn.prompt_ids),
             num_output_tokens=len(reply.token_ids),
             logprobs=self._logprobs(reply) if call.wants_logprobs else None,
+            turn=turn,
         )
 
     def _logprobs(self, reply: Reply) -> list[TokenLogprob]:

@@ -20,7 +20,7 @@ from areal_async.inference.pool import ServerHandle
 from areal_async.protocol.types import Turn
 from areal_async.rollout.endpoint import openai_chat
 from areal_async.rollout.endpoint.admission import CONNECTIONS_PER_SESSION, AdmissionLimits
-from areal_async.rollout.endpoint.app import LONG_BODY_BYTES
+from areal_async.rollout.endpoint.http import LONG_BODY_BYTES
 from areal_async.rollout.endpoint.policy import PolicyMaker, ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.endpoint.session import Session
