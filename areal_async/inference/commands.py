@@ -75,18 +75,21 @@ class ServerCommand:
         return [*self.arguments, "--port", str(port)]
 
 
-def server_command(settings: Settings, *, server_id: str, index: int, first_gpu: int = 0) -> ServerCommand:
+def server_command(
+    settings: Settings, *, server_id: str, index: int, first_gpu: int = 0, version: str = NO_VERSION
+) -> ServerCommand:
     """Return the command of server number ``index`` of a fleet whose GPUs begin at ``first_gpu``.
 
-    Each gets a name of its own, unless ``inference.flags`` give it one. Nobody else sees it: requests name no model.
-    An embedded server gets a secret too. SGLang gets none, only what ``inference.flags`` give it: 0.5.23 takes
-    its key from the command line, writes it into its log and tells it to everybody who asks ``/server_info``.
+    It calls the weights that it starts with ``version``. Each gets a name of its own, unless ``inference.flags`` give
+    it one. Nobody else sees it: requests name no model. An embedded server gets a secret too. SGLang gets none, only
+    what ``inference.flags`` give it: 0.5.23 takes its key from the command line, writes it into its log and tells it to
+    everybody who asks ``/server_info``.
     """
     inference = settings.inference
     python = str(inference.python or sys.executable)
     is_sglang = choose_backend(inference) == "sglang"
     arguments = [python, "-m", "sglang.launch_server" if is_sglang else "areal_async.inference.embedded"]
-    arguments += ["--model-path", settings.model.path, "--host", "127.0.0.1", "--weight-version", NO_VERSION]
+    arguments += ["--model-path", settings.model.path, "--host", "127.0.0.1", "--weight-version", version]
     arguments += ["--dtype", settings.model.dtype]
     name = _value_of(NAME, inference.flags) or f"areal_async-{secrets.token_hex(NUM_NAME_BYTES)}"
     arguments += [NAME, name]

@@ -14,7 +14,7 @@ import httpx
 import structlog
 
 from areal_async.config.settings import Settings
-from areal_async.inference.commands import has_sha256, server_command
+from areal_async.inference.commands import NO_VERSION, has_sha256, server_command
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi, make_client
 from areal_async.inference.pool import ServerHandle, ServerPool
@@ -23,6 +23,7 @@ from areal_async.inference.supervisor import ServerSupervisor
 from areal_async.inference.updates import FleetContext
 from areal_async.inference.verify import Verifier
 from areal_async.protocol.run_state import LEFT
+from areal_async.protocol.types import WeightsVersion
 
 LEAVE_DEADLINE_S = 5.0
 """Time for the requests of a server that leaves to end there; those that do not are broken off."""
@@ -43,6 +44,7 @@ class Fleet:
         log_directory: Path,
         publish: Callable[[ServerHandle], Awaitable[None]],
         frozen: str = "",
+        version: str = NO_VERSION,
         first_gpu: int = 0,
     ) -> None:
         """Begin with ``inference.num_servers``. ``publish`` is called after each change of a server's state.
@@ -50,12 +52,14 @@ class Fleet:
         Args:
             frozen: name of the policy whose servers keep the weights of ``model.path``; empty for the policy under
                 training, whose servers take the announced ones.
+            version: what the weights of ``model.path`` are, by which their servers stamp what they say.
             first_gpu: position of its first GPU among those of the node.
         """
         self._settings = settings
         self._node_id = node_id
         # What follows the last dash is no part of the node's id.
         self._prefix = f"{node_id}-{frozen}_" if frozen else f"{node_id}-"
+        self._version = version
         self._first_gpu = first_gpu
         self._log_directory = log_directory
         self.pool = ServerPool([], deadline_s=settings.inference.start_bound_s)
@@ -64,7 +68,7 @@ class Fleet:
             pool=self.pool,
             verifier=Verifier(has_sha256=has_sha256(settings.inference)),
             publish=publish,
-            is_frozen=bool(frozen),
+            frozen=WeightsVersion(version=version) if frozen else None,
         )
         self.target = self._around.target
         self.card = self._around.card
@@ -106,7 +110,9 @@ class Fleet:
     async def _run_member(self, index: int, administration: httpx.AsyncClient) -> None:
         server_id = f"{self._prefix}{index}"
         server = self.pool.add(server_id, num_ranks=self._settings.inference.tensor_parallel)
-        command = server_command(self._settings, server_id=server_id, index=index, first_gpu=self._first_gpu)
+        command = server_command(
+            self._settings, server_id=server_id, index=index, first_gpu=self._first_gpu, version=self._version
+        )
         process = ServerProcess(command, log_path=self._log_directory / f"server-{server_id}.log")
         api = ServerApi(administration, "")
         try:

@@ -19,7 +19,7 @@ import structlog
 from areal_async.config.settings import InferenceSettings
 from areal_async.errors import UserError
 from areal_async.inference.card import SharedCard
-from areal_async.inference.commands import NO_VERSION, choose_backend
+from areal_async.inference.commands import choose_backend
 from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import TRANSPORT_ERRORS, ServerApi
 from areal_async.inference.pool import ServerHandle, ServerPool
@@ -42,8 +42,6 @@ STAGING_RETRY_S = 2.0
 GRAMMAR_RETRY_S = 0.5
 REACH_DEADLINE_S = 5.0
 """Deadline for finding the trainer's store where a broadcast says it is."""
-
-AS_STARTED = WeightsVersion(version=NO_VERSION)
 
 log = structlog.get_logger()
 
@@ -71,8 +69,8 @@ class FleetContext:
     publish: Callable[[ServerHandle], Awaitable[None]]
     """Called with each change of a server's state, after it."""
     target: Target = field(default_factory=Target)
-    is_frozen: bool = False
-    """The servers keep the weights that they start with; nothing is announced to them."""
+    frozen: WeightsVersion | None = None
+    """The servers keep the weights that they start with, and call them so; nothing is announced to them."""
     staging: Staging = field(default_factory=Staging)
 
     @cached_property
@@ -110,8 +108,8 @@ class Updater:
         Raises:
             UserError: adapters are announced, and the servers take none.
         """
-        if self._around.is_frozen:
-            return await self._run_frozen()
+        if self._around.frozen is not None:
+            return await self._run_frozen(self._around.frozen)
         while True:
             if self._around.card.hold:
                 try:
@@ -173,13 +171,13 @@ class Updater:
             await anyio.sleep(GRAMMAR_RETRY_S)
             await self._api.pause("retract", deadline_s=ORDER_DEADLINE_S)
 
-    async def _run_frozen(self) -> str:
+    async def _run_frozen(self, started_with: WeightsVersion) -> str:
         """Admit a server that says it runs what it was started with, and leave it alone; return why it does not."""
         try:
-            await check_version(self._api, AS_STARTED)
+            await check_version(self._api, started_with)
         except ServerFault as exc:
             return f"frozen weights: {exc}"
-        self._around.pool.admit(self._server, url=self._api.url, version=AS_STARTED.version)
+        self._around.pool.admit(self._server, url=self._api.url, version=started_with.version)
         await self._around.publish(self._server)
         while True:
             await anyio.sleep_forever()

@@ -12,7 +12,6 @@ import pytest
 
 from areal_async.config.settings import InferenceSettings, ModelSettings, Settings
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.commands import NO_VERSION
 from areal_async.inference.fleet import Fleet
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import ServerHandle, ServerPool
@@ -22,6 +21,8 @@ pytestmark = pytest.mark.anyio
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.0, "stop_token_ids": []}
 PROMPT = [5, 6, 7]
+VERSION = "1-3"
+"""What the weights are that it starts with."""
 
 
 @pytest.fixture
@@ -40,7 +41,12 @@ class Yard:
     def __init__(self, model: Path, directory: Path) -> None:
         self.states: list[str] = []
         self.fleet = Fleet(
-            settings_of(model), node_id="n0", log_directory=directory, publish=self._publish, frozen="judge"
+            settings_of(model),
+            node_id="n0",
+            log_directory=directory,
+            publish=self._publish,
+            frozen="judge",
+            version=VERSION,
         )
 
     async def _publish(self, server: ServerHandle) -> None:
@@ -106,8 +112,8 @@ async def test_frozen_server_that_is_killed_in_an_answer_returns_with_its_own_we
 
     assert server.id == "n0-judge_0", "what follows the last dash is no part of the node's id"
     assert server.incarnation != incarnation, "it was to be another process"
-    assert {yard.states[1], yard.states[-1]} == {NO_VERSION}
-    assert held == NO_VERSION
+    assert {yard.states[1], yard.states[-1]} == {VERSION}
+    assert held == VERSION
     assert by_others.status_code == 401
-    assert [(turn.output_ids, turn.oldest) for turn in turns] == [(whole.output_ids, NO_VERSION)]
-    assert (after.output_ids, after.oldest) == (whole.output_ids[: GREEDY["max_new_tokens"]], NO_VERSION)
+    assert [(turn.output_ids, turn.oldest) for turn in turns] == [(whole.output_ids, VERSION)]
+    assert (after.output_ids, after.oldest) == (whole.output_ids[: GREEDY["max_new_tokens"]], VERSION)
