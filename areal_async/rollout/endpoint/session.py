@@ -11,7 +11,7 @@ import hmac
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import structlog
@@ -36,7 +36,7 @@ from areal_async.rollout.endpoint.stream_holdback import StreamHoldback
 from areal_async.rollout.policy.offload import beside_if_long
 from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.rollout.policy.text import TextCodec
-from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG, THOUGHT_TAG, is_in_thought
+from areal_async.rollout.tools.parse import THOUGHT_TAG
 from areal_async.rollout.user_code.boundary import attributed_to
 from areal_async.rollout.user_code.task_scope import mark_retrieved
 
@@ -76,8 +76,6 @@ class Session:
         """To be had by a request while it is answered."""
         self.is_closed = False
         """Its key is good for nothing any more."""
-        tag = f"{OPEN_TAG}{CLOSE_TAG}"
-        self._tags_are_seen = codec.decode(codec.encode(tag)) == tag
 
     @property
     def num_admitted(self) -> int:
@@ -208,19 +206,14 @@ class Session:
         return {
             **call.sampling,
             **more,
-            **grammar_of(call, self._policy.tool_format, is_thinking=self._begins_thought),
+            **grammar_of(call, self._policy.tool_format, is_thinking=self._codec.begins_thought),
             "max_new_tokens": min(wanted, self._max_new_tokens),
         }
 
-    @cached_property
-    def _begins_thought(self) -> bool:
-        """Whether the template has the model begin with a thought."""
-        return is_in_thought(self._codec.render([{"role": "user", "content": "?"}]))
-
     def _holdback_for(self, call: CompletionRequest) -> StreamHoldback:
-        holds_thought = call.form is not None and self._begins_thought
+        holds_thought = call.form is not None and self._codec.begins_thought
         tool_format = self._policy.tool_format if call.tools else None
-        is_blind = tool_format != "json" and (tool_format is None or not self._tags_are_seen)
+        is_blind = tool_format != "json" and (tool_format is None or not self._codec.shows_tags)
         holds_all = holds_thought or (bool(call.tools) and is_blind)
         return StreamHoldback(tool_format=tool_format, stop=call.stop, holds_all=holds_all)
 
@@ -234,7 +227,7 @@ class Session:
     def _reported(self, call: CompletionRequest, reply: Reply, turn: Turn) -> ReportedReply:
         content: str = reply.message["content"]
         tool_calls = reply.message.get("tool_calls", [])
-        if call.form is not None and self._begins_thought:
+        if call.form is not None and self._codec.begins_thought:
             content = content.partition(THOUGHT_TAG)[2].lstrip()  # what has the form comes after it
         stops = [(at, stop) for stop in call.stop if (at := content.find(stop)) >= 0]
         stop_sequence = None

@@ -1,7 +1,7 @@
 """Between text and tokens: the model's tokenizer, its chat template, and the tokens that end a turn."""
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from areal_async.process.gc_pauses import importing
 from areal_async.process.hub import local_model
 from areal_async.rollout.policy.images import ImageIntake, texts_in
 from areal_async.rollout.policy.messages import for_template
-from areal_async.rollout.tools.parse import ToolFormat, guess_format
+from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG, ToolFormat, guess_format, is_in_thought
 from areal_async.rollout.user_code.boundary import attributed_to
 from areal_async.vision.images import Image
 from areal_async.vision.rows import expand
@@ -79,6 +79,21 @@ class TextCodec:
         self.images = ImageIntake(vision, model=self.model)
         """Takes in the images of messages."""
         self._placeholder = "" if vision is None else self.decode([vision.image_token_id], skip_special_tokens=False)
+
+    @cached_property
+    def begins_thought(self) -> bool:
+        """Whether the template has the model begin with a thought.
+
+        Raises:
+            WorkflowError: as ``render``.
+        """
+        return is_in_thought(self.render([{"role": "user", "content": "?"}]))
+
+    @cached_property
+    def shows_tags(self) -> bool:
+        """Whether the tags of a call are in the text that tokens are decoded to."""
+        tag = f"{OPEN_TAG}{CLOSE_TAG}"
+        return self.decode(self.encode(tag)) == tag
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, for_reply: bool = True
