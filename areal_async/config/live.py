@@ -66,6 +66,7 @@ REASONS = {
     "trainer": "every rank has read it at the start, and all must agree at every step",
     "inference": "the servers were started with it",
     "endpoint": "nodes and their agents have read it at the start",
+    "serve": "the process that serves has read it at its start",
     "bus": "everybody is connected by it",
 }
 """Prefix of settings that cannot change while the run goes on -> why; the longest one counts."""

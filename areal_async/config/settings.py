@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from areal_async.config.algorithm import AlgorithmSettings as AlgorithmSettings
 from areal_async.config.endpoint import EndpointSettings as EndpointSettings
+from areal_async.config.endpoint import ServeSettings as ServeSettings
 from areal_async.config.health import GateSettings as GateSettings
 from areal_async.config.health import HealthSettings as HealthSettings
 from areal_async.config.launch import LaunchSettings as LaunchSettings
@@ -341,6 +342,7 @@ class Settings(Section):
     health: HealthSettings = HealthSettings()
     gate: GateSettings = GateSettings()
     launch: LaunchSettings = LaunchSettings()
+    serve: ServeSettings = ServeSettings()
     bus: BusSettings = BusSettings()
 
     @model_validator(mode="after")

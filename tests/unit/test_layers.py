@@ -18,6 +18,7 @@ LAYERS = (
     {"rollout", "trainer"},
     {"launch"},
     {"doctor", "monitor"},
+    {"serving"},
     {"cli"},
     {"__main__"},
 )

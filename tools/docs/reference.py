@@ -31,7 +31,8 @@ from areal_async.inference.embedded.engine.service import EngineService
 from areal_async.inference.embedded.http.bodies import admin_route
 from areal_async.inference.embedded.http.routes import build_app
 from areal_async.protocol import run_state, subjects, types
-from areal_async.rollout.endpoint import app
+from areal_async.rollout.endpoint.http import APIS
+from areal_async.serving.app import OWN
 from areal_async.telemetry.exporters import samples
 from areal_async.trainer.batch import step
 from areal_async.trainer.engine.gradient_groups import GROUPS
@@ -149,6 +150,7 @@ def metrics() -> str:
         "node": samples.NODE,
         "server": samples.SERVER,
         "trainer": samples.TRAINER,
+        "serve": samples.SERVE,
     }
     parts = [
         "## metrics.jsonl\n\nOne object for each training step; `/metrics` has the same as `areal_step_...`.\n",
@@ -277,7 +279,7 @@ def _records() -> Iterator[list[str]]:
 
 
 def routes() -> str:
-    """Return the routes of an embedded server and of a node's endpoint for agents."""
+    """Return the routes of an embedded server, of a node's endpoint for agents, and of ``serve``."""
     service = object.__new__(EngineService)  # nobody asks it anything: it needs neither a model nor a loop
     rows = []
     for route in build_app(service).routes:
@@ -285,7 +287,8 @@ def routes() -> str:
         is_guarded = getattr(route.endpoint, "__qualname__", "").startswith(f"{admin_route.__name__}.")
         methods = ", ".join(sorted((route.methods or set()) - {"HEAD"}))
         rows.append([route.path, methods, "the node's secret" if is_guarded else ""])
-    apis = [[f"/v1/{path}", "POST", api.name] for path, api in app._APIS.items()]
+    apis = [[f"/v1/{path}", "POST", api.name] for path, api in APIS.items()]
+    own = [[f"/v1/{path}", *about] for path, about in OWN.items()]
     models = [["/v1/models", "GET", "the model"], ["/v1/models/NAME", "GET", "the model"]]
     return "\n".join(
         [
@@ -293,6 +296,8 @@ def routes() -> str:
             + table(["path", "methods", "needs"], rows),
             "## A node's endpoint for agents\n\nBelow `policy.base_url`, which has the trajectory's own part of the "
             "path, with `/v1` and without.\n\n" + table(["path", "method", "API"], [*apis, *models]),
+            "## `serve`\n\nWith `/v1` and without; all need a key but `health`.\n\n"
+            + table(["path", "method", "API"], [*apis, *own]),
         ]
     )
 

@@ -51,15 +51,8 @@ async def exporting(
     if not settings.metrics.prometheus:
         yield
         return
-    # Imported here: most runs never need it.
-    from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry, make_asgi_app
-
-    registry = CollectorRegistry(auto_describe=False)
-    for own in (PROCESS_COLLECTOR, GC_COLLECTOR, PLATFORM_COLLECTOR):
-        registry.register(own)
-    registry.register(_Collector(lambda: [*samples(role, report()), *_disk(run_directory)]))
     listening = _listen(settings.metrics.prometheus_host)
-    server, serving = serve_app(make_asgi_app(registry), listening)
+    server, serving = serve_app(metrics_app(run_directory, role=role, report=report), listening)
     target = f"{_host(settings.metrics.prometheus_host)}:{listening.getsockname()[1]}"
     # In one folder for all runs: the discovery follows patterns of file names, not of folders.
     path = settings.run.directory / "prometheus" / f"{settings.run.name}-{role}-{instance}.json"
@@ -74,6 +67,23 @@ async def exporting(
         with anyio.move_on_after(STOP_DEADLINE_S, shield=True):
             await asyncio.wait([serving])
         serving.cancel()
+
+
+def metrics_app(directory: Path, *, role: str, report: Callable[[], dict[str, Any]]) -> Any:
+    """Return the ASGI application that answers with ``report``'s numbers, and with this process's.
+
+    Args:
+        directory: where it writes; how full its disk is is told too.
+        report: as of ``exporting``.
+    """
+    # Imported here: most runs never need it.
+    from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry, make_asgi_app
+
+    registry = CollectorRegistry(auto_describe=False)
+    for own in (PROCESS_COLLECTOR, GC_COLLECTOR, PLATFORM_COLLECTOR):
+        registry.register(own)
+    registry.register(_Collector(lambda: [*samples(role, report()), *_disk(directory)]))
+    return make_asgi_app(registry)
 
 
 def check_listening(metrics: MetricsSettings) -> None:

@@ -86,6 +86,23 @@ TRAINER = (
     Field("step", "areal_step", "Training steps done."),
     Field("num_dead_letters", "areal_dead_letters_total", "Messages that this process could not use."),
 )
+REQUESTS = Field(
+    "requests",
+    "areal_serve_requests_total",
+    "Requests, by what became of them.",
+    {"arm": "ARM", "version": "VERSION", "outcome": "OUTCOME"},
+)
+TOKENS = Field(
+    "tokens", "areal_serve_tokens_total", "Tokens of answers that were given.", {"arm": "ARM", "version": "VERSION"}
+)
+SERVE = (
+    REQUESTS,
+    TOKENS,
+    Field("num_answers", "areal_serve_answers", "Answers that are generated or wait."),
+    Field("num_feedback", "areal_serve_feedback_total", "Feedback taken."),
+    Field("num_left_out", "areal_serve_records_left_out_total", "Records that could not be written."),
+    Field("num_mixed", "areal_serve_mixed_answers_total", "Answers of more than one version: a broken promise."),
+)
 STEP = {
     "reward_mean": "Mean reward of the newest step's trajectories.",
     "reward_std": "Standard deviation of their rewards.",
@@ -131,7 +148,7 @@ def kind_of(name: str) -> str:
 
 
 def samples(role: str, report: Mapping[str, Any]) -> Iterator[MetricSample]:
-    """Yield the numbers of one report of a role (``controller``, ``node``, ``trainer``)."""
+    """Yield the numbers of one report of a role (``controller``, ``node``, ``trainer``, ``serve``)."""
     match role:
         case "controller":
             yield from _read(CONTROLLER, report)
@@ -144,6 +161,11 @@ def samples(role: str, report: Mapping[str, Any]) -> Iterator[MetricSample]:
         case "trainer":
             yield from _read(TRAINER, report)
             yield from step_samples(report.get("last_step") or {})
+        case "serve":
+            yield from _read(SERVE, report)
+            yield from _served(report)
+            for server_id, server in servers_in(report).items():
+                yield from _server(server_id, server)
 
 
 def step_samples(line: Mapping[str, Any]) -> Iterator[MetricSample]:
@@ -179,6 +201,13 @@ def _server(server_id: str, server: Mapping[str, Any]) -> Iterator[MetricSample]
     with suppress(ValueError):  # it runs none yet
         step = Version.parse(str(server.get("version"))).step
         yield MetricSample("areal_server_weights_step", "Step of the weights it runs.", step, labels)
+
+
+def _served(report: Mapping[str, Any]) -> Iterator[MetricSample]:
+    """Yield the counts of each arm and version: their keys are the labels' values."""
+    for one in (REQUESTS, TOKENS):
+        for values, count in report[one.key].items():
+            yield MetricSample(one.name, one.help, count, dict(zip(one.labels, values, strict=True)))
 
 
 def _read(fields: tuple[Field, ...], report: Mapping[str, Any]) -> Iterator[MetricSample]:

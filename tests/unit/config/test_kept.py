@@ -40,6 +40,8 @@ MAY_CHANGE = {
     "gate": "action against metric at_least alpha",
     "health": "equal_rewards_steps logprob_gap rollback untrained_batches",
     "endpoint": "host on_unsupported",
+    "serve": """host port directory keys max_requests request_deadline_s shutdown_deadline_s follow_s replace record
+        record_file_bytes record_max_bytes""",
     "launch": "backend hosts remote_command join_wait_s num_hosts cpus_per_host gpus_per_host",
     "bus": """url replicas credentials ca monitor_url host http_port port max_disk_bytes operation_deadline_s""",
 }

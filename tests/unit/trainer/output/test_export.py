@@ -14,6 +14,7 @@ from areal_async.config.settings import ModelSettings, Settings
 from areal_async.errors import UserError
 from areal_async.inference.weight_group import num_bytes
 from areal_async.launch.run_directory import RunDirectory
+from areal_async.serving.folders import RunVersions
 from areal_async.trainer.engine.checkpoint import STATE
 from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
@@ -149,6 +150,16 @@ def test_the_verb_exports_the_last_one_or_the_best(
 
     assert f"the model of checkpoint {exported}," in capsys.readouterr().out
     assert (run / f"model_{exported}" / "model.safetensors").exists()
+
+
+@pytest.mark.anyio
+async def test_a_version_that_is_served_is_exported_once(run: Path) -> None:
+    versions = RunVersions(run, run / "served" / "models", str)
+
+    async with versions.held("1-1") as folder, versions.held("1-1") as again:
+        assert folder == again
+        assert (folder / "model.safetensors").exists()
+        assert (folder / "tokenizer.json").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_the_work(
