@@ -32,7 +32,8 @@ def _found(arm: Mapping[str, Any]) -> str:
 def comparison_of(arm: Arm, state: ArmState, *, run: str) -> Comparison:
     """Return what an arm (b) gets more than the newest weights of its run (a), as a comparison of two versions.
 
-    The interval is that of the confidence sequence, and rows are prompts of training. Its name is the arm's alone.
+    The interval is that of the confidence sequence, and rows are prompts of training. Its id is the arm's alone, and
+    side a is a version only where it was the newest all the time.
     """
     newest = Side(name=f"{run} newest", run=run)
     pinned = Side(
@@ -56,7 +57,10 @@ def comparison_of(arm: Arm, state: ArmState, *, run: str) -> Comparison:
         a=_scores(state.newest_total, state),
         b=_scores(state.pinned_total, state),
     )
-    return msgspec.structs.replace(made, a=msgspec.structs.replace(newest, version=state.newest), overall=overall)
+    spanned = state.newest if state.oldest == state.newest else f"{state.oldest} to {state.newest}"
+    version = state.newest if state.oldest == state.newest else ""
+    newest = msgspec.structs.replace(newest, name=f"{run} {spanned}", version=version)
+    return msgspec.structs.replace(made, a=newest, overall=overall)
 
 
 def _scores(total: float, state: ArmState) -> Scores:

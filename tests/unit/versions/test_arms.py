@@ -23,9 +23,11 @@ from areal_async.monitor.status_screen import render
 from areal_async.monitor.top.head import head_lines
 from areal_async.monitor.top.view import TopView
 from areal_async.protocol.arms import Arm, Arms, ArmState, OpenPrompt, summary
+from areal_async.protocol.types import Version
 from areal_async.telemetry.exporters.samples import samples
 from areal_async.versions.arms import arm_text, comparison_of
 from areal_async.versions.comparison import read_result, write_result
+from areal_async.versions.promotion import standing_in
 from tests.unit.cli.reports import report
 
 ARM = Arm(name="old", arm_id="old-1", version="1-4", path="/arms/old", share=0.1, first_admission=0, first_position=0)
@@ -110,7 +112,13 @@ def test_it_is_a_comparison_that_keeps_its_name_however_many_pairs_there_are(tmp
 
     assert read_result(tmp_path / made.comparison_id) == made
     assert earlier.comparison_id == made.comparison_id != another.comparison_id
-    assert (made.a.version, made.b.version, made.b.run) == ("1-9", "1-4", "seen")
+    assert (made.a.name, made.a.version, made.b.version, made.b.run) == ("seen 1-5 to 1-9", "", "1-4", "seen")
+    standing = standing_in(made, Version(1, 4), "seen")
+    assert standing is not None
+    assert (standing.comparison_id, standing.low) == (made.comparison_id, -0.125), "promote can go by it"
+    assert standing_in(made, Version(1, 9), "seen") is None, "it was one of several"
+    single = comparison_of(ARM, msgspec.structs.replace(STATE, oldest="1-9"), run="seen")
+    assert (single.a.name, single.a.version) == ("seen 1-9", "1-9")
     overall = made.overall
     assert overall is not None
     assert (overall.difference, overall.low, overall.high) == (pytest.approx(0.3), -0.125, 0.5)
