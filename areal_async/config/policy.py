@@ -1,4 +1,4 @@
-"""How a policy speaks, and the models beside the one under training: those that workflows take, and arms."""
+"""The model under training, how a policy speaks, and the models beside: those that workflows take, and arms."""
 
 import json
 import re
@@ -133,6 +133,32 @@ class CallSampling(SamplingSettings):
                 f"got min_new_tokens={self.min_new_tokens}, need at most max_new_tokens={self.max_new_tokens}"
             )
         return self
+
+
+class OtherModelSettings(Section):
+    """A model beside the one that is served; there is one where ``algorithm`` asks for it."""
+
+    path: HubPath | None = None
+    """Hugging Face folder or hub name; ``None`` takes ``model.path``, as it is before training."""
+
+
+class ModelSettings(Section):
+    """The model that is trained and served, and those beside it."""
+
+    path: HubPath = "Qwen/Qwen2.5-1.5B-Instruct"
+    """Hugging Face folder or hub name."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of the forward and backward pass and of the served weights; parameters, gradients and optimizer are
+    float32."""
+    critic: OtherModelSettings = OtherModelSettings()
+    """Critic of PPO: the decoder with a head of one output, new or, of a reward model's folder, that one's."""
+    reference: OtherModelSettings = OtherModelSettings()
+    """Reference of the KL penalty (``algorithm.kl_coef``); never trained."""
+
+    def for_role(self, role: Literal["critic", "reference"]) -> "ModelSettings":
+        """Return the settings of the model of a role, as if it were the only one."""
+        other: OtherModelSettings = getattr(self, role)
+        return ModelSettings(path=other.path or self.path, dtype=self.dtype)
 
 
 class PolicySettings(Section):

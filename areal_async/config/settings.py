@@ -19,9 +19,11 @@ from areal_async.config.lora import LoraSettings as LoraSettings
 from areal_async.config.metrics import MetricsSettings as MetricsSettings
 from areal_async.config.policy import TRUNCATION_REMEDY, check_arms, check_names, refuse_own_servers
 from areal_async.config.policy import ArmSettings as ArmSettings
+from areal_async.config.policy import ModelSettings as ModelSettings
+from areal_async.config.policy import OtherModelSettings as OtherModelSettings
 from areal_async.config.policy import PolicySettings as PolicySettings
 from areal_async.config.policy import SamplingSettings as SamplingSettings
-from areal_async.config.section import HubPath, LocalPath, OutputPath, ProgramPath
+from areal_async.config.section import LocalPath, OutputPath, ProgramPath
 from areal_async.config.section import Section as Section
 from areal_async.config.tasks import CurriculumSettings as CurriculumSettings
 from areal_async.config.tasks import DatasetSettings as DatasetSettings
@@ -85,32 +87,6 @@ class RunSettings(Section):
         if not RUN_NAME.fullmatch(name):
             raise ValueError(f"got {name!r}, need 1 to 48 characters of a-z 0-9 _ -; choose another run.name")
         return name
-
-
-class OtherModelSettings(Section):
-    """A model beside the one that is served; there is one where ``algorithm`` asks for it."""
-
-    path: HubPath | None = None
-    """Hugging Face folder or hub name; ``None`` takes ``model.path``, as it is before training."""
-
-
-class ModelSettings(Section):
-    """The model that is trained and served, and those beside it."""
-
-    path: HubPath = "Qwen/Qwen2.5-1.5B-Instruct"
-    """Hugging Face folder or hub name."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Data type of the forward and backward pass and of the served weights; parameters, gradients and optimizer are
-    float32."""
-    critic: OtherModelSettings = OtherModelSettings()
-    """Critic of PPO: the decoder with a head of one output, new or, of a reward model's folder, that one's."""
-    reference: OtherModelSettings = OtherModelSettings()
-    """Reference of the KL penalty (``algorithm.kl_coef``); never trained."""
-
-    def for_role(self, role: Literal["critic", "reference"]) -> "ModelSettings":
-        """Return the settings of the model of a role, as if it were the only one."""
-        other: OtherModelSettings = getattr(self, role)
-        return ModelSettings(path=other.path or self.path, dtype=self.dtype)
 
 
 class RolloutSettings(Section):
