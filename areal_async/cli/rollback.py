@@ -10,6 +10,7 @@ from areal_async.bus import Bus, entries_after
 from areal_async.cli.orders import give, who
 from areal_async.config.settings import Settings
 from areal_async.controller.rollback import ORDER, checkpoint_of, go_back
+from areal_async.controller.steering import text_in
 from areal_async.errors import UserError
 from areal_async.launch.run import visit
 from areal_async.launch.run_directory import find_run
@@ -24,11 +25,13 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Give the order, and say what comes of it."""
     log.quieten()
     directory = find_run(arguments.run)
+    given = {"--by": arguments.by or who(), "--why": arguments.why or ""}
+    by, reason = (text_in(given, option) for option in given)
 
     async def act() -> None:
         async with visit(directory) as (settings, bus):
             version = await _whole(settings, await _journal(bus), arguments.to)
-            by, reason, name = arguments.by or who(), arguments.why or "", settings.run.name
+            name = settings.run.name
             if directory.is_live:
                 await give(directory, bus, ORDER, {"version": str(version), "by": by, "reason": reason})
                 say(f"run {name}: the trainer is started anew, and goes on from {version} as a new lineage")

@@ -224,6 +224,17 @@ async def test_an_order_without_a_whole_checkpoint_of_this_lineage_is_refused_an
     assert (order.is_due, order.refusal) == (False, why)
 
 
+async def test_where_an_order_is_refused_the_newest_checkpoint_is_looked_at_as_ever(
+    open_role: OpenRole, checkpoints: Path
+) -> None:
+    (checkpoints / "1-3" / "shard").write_bytes(b"weighty" * 20)
+    await ordered(open_role, "1-9")
+
+    began = await begin_lineage(await Lineage.take(await open_role(Role.TRAINER)))
+
+    assert Path(began.checkpoint).name == "1-2"
+
+
 async def test_what_was_gone_back_behind_is_no_place_to_go_back_to(open_role: OpenRole, checkpoints: Path) -> None:
     trainer = await open_role(Role.TRAINER)
     await trained(trainer, 3)

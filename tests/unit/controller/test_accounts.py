@@ -262,6 +262,18 @@ def test_going_back_returns_each_credit_once_and_asks_for_each_prompt_again(
     assert accounts.num_consecutive_failed == 0
 
 
+def test_being_given_up_says_nothing_of_a_group() -> None:
+    """It is no failure, ends no row of failures, and is no sign that no step comes of what is sampled."""
+    accounts = _accounts()
+    accounts.add_outcome(_outcome("0-0-0", OutcomeKind.FAILED, failed=1))
+    before = accounts.num_consecutive_failed, dict(accounts.untrained)
+
+    for name, kind in (("0-1-0", OutcomeKind.ROLLED_BACK), ("0-2-0", OutcomeKind.ABANDONED)):
+        accounts.add_outcome(_outcome(name, kind))
+
+    assert (accounts.num_consecutive_failed, dict(accounts.untrained)) == before == (1, {"failed": 1})
+
+
 def test_a_server_that_holds_what_was_given_up_has_no_more_than_what_it_shares() -> None:
     accounts = _accounts()
     for step in (1, 2):

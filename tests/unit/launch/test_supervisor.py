@@ -234,6 +234,18 @@ async def test_deaths_before_work_that_lasts_are_forgotten(stage: _Stage) -> Non
     assert restarts == [f"restart {number} of 2)" for number in (1, 1, 2, 1, 2)]
 
 
+async def test_after_a_run_has_gone_back_work_counts_from_there(stage: _Stage) -> None:
+    done = {1: 20, 2: 10, 3: 11}
+    stage.add("trainer", _fails_first(3), may_finish=True, work_done=lambda: done[len(stage.lines("trainer"))])
+    stage.add("controller", SERVE, ends_run=True)
+
+    end = await stage.run_and_signal((lambda: len(stage.lines("trainer")) == 4, signal.SIGINT))
+
+    assert end is RunEnd.STOPPED
+    restarts = [line.rpartition("(")[2] for line in stage.told if "starting trainer again" in line]
+    assert restarts == [f"restart {number} of 5)" for number in (1, 2, 1)]
+
+
 async def test_a_process_group_that_gets_no_further_is_given_up_however_much_it_did_before(stage: _Stage) -> None:
     stage.add("trainer", "raise RuntimeError('no memory')", max_restarts=2, work_done=lambda: 7)
     stage.add("controller", SERVE, ends_run=True)

@@ -229,13 +229,13 @@ def test_rolling_back_takes_a_training_back_once_and_no_other_end() -> None:
 def test_a_lineage_that_goes_back_knows_every_group_that_was_trained_since() -> None:
     """Also where its cut was closed for everybody else, and though a lineage before it was killed in doing so."""
     journal = Journal(own_lineage=3, own_step=1)
-    cuts = [_cut(1, step, f"0-{step}-0") for step in (1, 2, 3)]
+    cuts = [_cut(1, step, f"0-{step}-0") for step in (1, 2, 3, 4)]
     branches = [
         Cut(kind=CutKind.BRANCH, lineage=lineage, step=1, branches={str(lineage): 1, "2": 1}) for lineage in (2, 3)
     ]
     for entry in (_begin(1, 0), *cuts):
         journal.add_cut(entry, sequence=1)
-    _note(journal, _trained(2, "0-1-0", "0-2-0"))
+    _note(journal, _trained(3, "0-1-0", "0-2-0", "0-3-0"))
     for entry in (_begin(2, 1), branches[0]):
         journal.add_cut(entry, sequence=1)
     journal.add_outcome(_rolled_back("0-2-0"))
@@ -243,9 +243,10 @@ def test_a_lineage_that_goes_back_knows_every_group_that_was_trained_since() -> 
     for entry in (_begin(3, 1), branches[1]):
         journal.add_cut(entry, sequence=1)
 
-    assert [group.group_id for group in journal.without_end()] == ["0-3-0"]
+    assert [group.group_id for group in journal.without_end()] == ["0-3-0", "0-4-0"]
     assert journal.steps_to_replay() == []
-    journal.add_outcome(Outcome(group_id="0-3-0", kind=OutcomeKind.ABANDONED, lineage=3))
+    journal.add_outcome(_rolled_back("0-3-0", lineage=3))
+    journal.add_outcome(Outcome(group_id="0-4-0", kind=OutcomeKind.ABANDONED, lineage=3))
     assert journal.without_end() == []
 
 
