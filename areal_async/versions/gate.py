@@ -4,7 +4,7 @@ Invariant: a version is promoted once, whatever is killed. The comparison is nam
 line by the comparison: who comes after a crash sees in these what is done.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,8 +13,10 @@ import msgspec
 from areal_async.config.health import GateSettings
 from areal_async.config.settings import Settings
 from areal_async.errors import UserError
-from areal_async.process.atomic_folders import LEDGER, held, versions_in, write_whole
+from areal_async.process.atomic_folders import LEDGER, held, write_whole
+from areal_async.process.json_lines import json_lines
 from areal_async.protocol.events import now
+from areal_async.protocol.fields import is_version
 from areal_async.protocol.types import Version
 from areal_async.versions import comparison, evaluations, tags
 from areal_async.versions.accuracy import PASS_REWARD
@@ -98,19 +100,34 @@ def checkpoint_of(run_directory: Path, settings: Settings, evaluated: Version) -
     An evaluation takes what servers hold when it begins, which may be a step or two on. The checkpoint need not be
     there yet: it is written beside the next steps. None before the first one.
     """
-    there = versions_in(run_directory / "checkpoints")
-    if evaluated in there:
-        return evaluated
-    is_last = evaluated.step >= settings.run.steps
-    step = evaluated.step - (0 if is_last else evaluated.step % settings.trainer.checkpoint_every_steps)
-    same = [version for version in there if version.step == step]
-    return max(same, default=Version(evaluated.lineage, step)) if step else None
+    return _spoken_of(run_directory, settings, _trained(run_directory), evaluated)
 
 
 def evaluation_of(run_directory: Path, settings: Settings, version: Version) -> Version | None:
     """Return the first evaluation that speaks of a version and whose rows are kept; None where none does."""
-    made = evaluations.evaluated(run_directory)
-    return next((one for one in made if checkpoint_of(run_directory, settings, one) == version), None)
+    made, trained = evaluations.evaluated(run_directory), _trained(run_directory)
+    return next((one for one in made if _spoken_of(run_directory, settings, trained, one) == version), None)
+
+
+def _spoken_of(
+    run_directory: Path, settings: Settings, trained: Mapping[int, Version], evaluated: Version
+) -> Version | None:
+    if (run_directory / "checkpoints" / str(evaluated)).is_dir():
+        return evaluated
+    is_last = evaluated.step >= settings.run.steps
+    step = evaluated.step - (0 if is_last else evaluated.step % settings.trainer.checkpoint_every_steps)
+    # Of an earlier lineage only where this one began behind it: others were given up, and are other weights.
+    version = trained.get(step)
+    if version is None or version.lineage > evaluated.lineage:
+        version = Version(evaluated.lineage, step)
+    return version if step else None
+
+
+def _trained(run_directory: Path) -> dict[int, Version]:
+    """Return which version each step has made that the run stands on."""
+    lines = json_lines(run_directory / "metrics.jsonl")
+    made = {line.get("step"): str(line.get("weights_version")) for line in lines}
+    return {step: Version.parse(text) for step, text in made.items() if isinstance(step, int) and is_version(text)}
 
 
 def _comparison(

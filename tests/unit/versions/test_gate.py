@@ -39,6 +39,10 @@ class Run:
             (self.path / "checkpoints" / version).mkdir(parents=True)
             (self.path / "checkpoints" / version / LEDGER).touch()
 
+    def trained(self, *versions: str) -> None:
+        lines = [f'{{"step": {Version.parse(one).step}, "weights_version": "{one}"}}\n' for one in versions]
+        (self.path / "metrics.jsonl").write_text("".join(lines))
+
     def evaluated(self, version: str, *rows: Sequence[float | None]) -> None:
         answers = [
             Answer(task="w", row=row, sample=sample, reward=reward, error="" if reward is not None else "broke")
@@ -66,6 +70,7 @@ WRONG, RIGHT, HALF = (0.0, 0.0), (1.0, 1.0), (0.0, 1.0)
 def run(tmp_path: Path) -> Run:
     made = Run(tmp_path)
     made.has("1-10", "1-20")
+    made.trained("1-10", "1-20")
     made.evaluated("1-10", *[HALF] * 20)
     return made
 
@@ -162,6 +167,17 @@ def test_an_evaluation_speaks_of_the_checkpoint_before_it_which_need_not_be_ther
         "1-0": "None", "1-9": "None", "1-10": "1-10", "1-12": "1-10", "1-29": "1-20", "1-31": "1-30", "1-40": "1-40",
         "2-20": "1-20",
     }  # fmt: skip
+
+
+def test_an_evaluation_never_speaks_of_a_checkpoint_that_was_given_up(run: Run) -> None:
+    run.has("2-10")
+    run.trained("1-10", "2-20")
+
+    spoken = [gate.checkpoint_of(run.path, run.settings(), Version.parse(one)) for one in ("2-20", "2-21", "2-31")]
+
+    assert spoken == [Version(2, 20), Version(2, 20), Version(2, 30)], "1-20 is on disk, and other weights"
+    run.has("2-20")
+    assert gate.checkpoint_of(run.path, run.settings(), Version(1, 22)) == Version(1, 20), "nor of a later lineage's"
 
 
 def test_what_the_champion_got_is_found_where_its_evaluation_began_later(run: Run) -> None:
