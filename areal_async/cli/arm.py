@@ -1,6 +1,7 @@
 """``arm``: versions that answer additional prompts beside a live run, each prompt beside the newest weights."""
 
 import argparse
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -106,10 +107,15 @@ async def _remove(directory: RunDirectory, arguments: argparse.Namespace) -> Non
     async with visit_live(directory) as (settings, bus):
         body = {"name": arguments.name, **_said(arguments)}
         answer = await give(directory, bus, arm_orders.REMOVE, body)
-        own = (directory.path / FOLDER).absolute()
-        if own in (path := Path(str(answer.get("path")))).parents:
-            shutil.rmtree(path, ignore_errors=True)
+        remove_own((directory.path / FOLDER).absolute(), str(answer.get("path")))
         say(f"run {settings.run.name}: {answer['sentence']}")
+
+
+def remove_own(folder: Path, told: str) -> None:
+    """Delete the model of an arm, where that is one of those in ``folder``: what the run tells may be any path."""
+    path = folder / Path(told).name
+    if told == str(path) and path.name != os.pardir:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _said(arguments: argparse.Namespace) -> dict[str, str]:
