@@ -129,7 +129,7 @@ class Arm:
             if wanted == before or is_to_wait or not self._has_place(wanted):
                 return
             await (self._move(wanted) if self._place.is_beside else self._change(wanted))
-        except (PipelineError, TimeoutError) as exc:
+        except (PipelineError, OSError) as exc:  # a disk that is full, or gone for a moment, stops no answer either
             self._failed, self._retry_at_s = wanted, anyio.current_time() + self._place.retry_s
             self._note_failure(str(exc) or f"version {wanted} could not be loaded in time")
             return

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import anyio
 import anyio.to_thread
+import structlog
 
 from areal_async.errors import UserError
 from areal_async.process.atomic_folders import LEDGER, held, keep_newest
@@ -26,6 +27,8 @@ LOCK_POLL_S = 0.2
 NICENESS = "10"
 """Answers go first."""
 MAX_CAUSE = 500
+
+log = structlog.get_logger()
 
 
 class Versions(Protocol):
@@ -87,8 +90,11 @@ class RunVersions:
                     await self._export(version, folder)
                 leases.enter_context(held(folder, LEASE))
             yield folder
-        async with self._locked():
-            await anyio.to_thread.run_sync(self._tidy)
+        try:
+            async with self._locked():
+                await anyio.to_thread.run_sync(self._tidy)
+        except OSError as exc:  # who leaves next tries again
+            log.warning("serve.not_tidied", cause=str(exc))
 
     async def _export(self, version: str, folder: Path) -> None:
         """Write a folder in another process: it takes torch, memory and seconds of a whole core."""

@@ -99,6 +99,8 @@ class Stage:
     voices: dict[str, Voice] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
     """Versions that do not start."""
+    fault: OSError | None = None
+    """Of the disk that says what is meant."""
     slow: dict[str, anyio.Event] = field(default_factory=dict)
     """Version -> when it may start."""
     num_starts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -109,6 +111,8 @@ class Stage:
     changed: anyio.Event = field(default_factory=anyio.Event)
 
     def resolve(self, wanted: str) -> str:
+        if self.fault is not None:
+            raise self.fault
         if wanted not in self.meant:
             raise UserError(f"no version {wanted}")
         return self.meant[wanted]

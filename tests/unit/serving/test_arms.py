@@ -175,6 +175,16 @@ async def test_a_version_that_cannot_be_had_leaves_the_old_one_and_is_tried_agai
     assert len(stage.told) == len(set(stage.told)), "each is said once"
 
 
+async def test_a_disk_that_fails_leaves_the_version_and_is_looked_at_again(tmp_path: Path) -> None:
+    stage = Stage({"champion": "1-1"})
+    async with followed(stage, tmp_path) as arm:
+        stage.fault = OSError(5, "Input/output error")
+        await stage.wait_told("version 1-1 goes on: [Errno 5] Input/output error")
+        assert arm.is_ready
+        stage.fault, stage.meant["champion"] = None, "1-2"
+        await wait_for(arm, "1-2")
+
+
 async def test_a_name_that_means_nothing_ends_the_start(tmp_path: Path) -> None:
     async with anyio.create_task_group() as tasks:
         arm = Arm(Share("none", 1.0), place_of(Stage({}), settings_of(), tmp_path), tasks)

@@ -69,6 +69,15 @@ async def test_who_begins_waits_for_who_cleans_up(run: Path) -> None:
             assert not begun.is_set()
 
 
+async def test_what_cannot_be_deleted_stops_nobody(run: Path) -> None:
+    models = run / "served" / "models"
+    async with versions(run).held("1-2"):
+        (models / "lock").unlink()
+        (models / "lock").mkdir()
+
+    assert "1-1" in there(models)
+
+
 async def test_what_is_no_checkpoint_is_told_in_the_words_of_export(run: Path) -> None:
     with pytest.raises(UserError, match=r"version 1-9: cannot be exported: .* has no checkpoint 1-9, need one of 1-1"):
         async with versions(run).held("1-9"):
