@@ -98,7 +98,7 @@ def _check(run_directory: Path, wanted: Promotion, version: Version, has: str) -
     if standing is None:
         against = f"{has}, which is {wanted.tag} now" if has else "any other"
         meant = f"comparison {wanted.comparison} has not compared" if wanted.comparison else "no comparison is there of"
-        sides = f"{has},{version}" if has else str(version)
+        sides = f"{has},{version}" if has else f"OTHER,{version}"
         raise UserError(
             f"promote: {meant} {version} with {against}; compare --run {run_directory.name} --versions {sides} makes "
             "one, --force goes without"

@@ -83,7 +83,7 @@ def test_the_newest_comparison_with_the_version_that_has_the_tag_decides_either_
 
 
 def test_one_that_was_not_compared_with_it_is_refused_and_so_is_half_a_comparison(run: Run) -> None:
-    with pytest.raises(UserError, match="no comparison is there of 1-20 with any other; compare --run sums --versions"):
+    with pytest.raises(UserError, match="of 1-20 with any other; compare --run sums --versions OTHER,1-20 makes one"):
         run.promote("1-20")
     run.promote("1-10", force=True)
     run.compare("1-30", "1-20", gain=0.3)
