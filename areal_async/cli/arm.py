@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import anyio.to_thread
 from areal_async.bus import Bus
 from areal_async.cli.export import write
 from areal_async.cli.orders import give, who
+from areal_async.cli.starting.checks import check_model
 from areal_async.config.settings import Settings
 from areal_async.controller import arm_orders
 from areal_async.errors import UserError
@@ -21,7 +22,8 @@ from areal_async.launch.run import visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.monitor.snapshot import ask_status
 from areal_async.process.stdio import say
-from areal_async.protocol.arms import ARM_NAME, Arms
+from areal_async.protocol.arms import ARM_NAME, PARTS, Arms
+from areal_async.protocol.fields import MAX_REWARD
 from areal_async.protocol.subjects import ARMS
 from areal_async.telemetry import log
 from areal_async.versions import tags
@@ -30,6 +32,12 @@ from areal_async.versions.resolve import kept
 
 FOLDER = "arms"
 """In a run's directory: models of its own versions that are arms."""
+RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "share": (lambda value: 1 / PARTS <= value <= 1, f"{1 / PARTS:g} to 1"),
+    "alpha": (lambda value: 0 < value < 1, "a number between 0 and 1"),
+    "reach": (lambda value: 0 < value <= 2 * MAX_REWARD, f"more than 0, at most {2 * MAX_REWARD:g}"),
+}
+"""What ``protocol.arms`` takes, said before a version is exported for nothing."""
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -43,7 +51,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _check_words(arguments: argparse.Namespace) -> None:
-    """Refuse words of one action beside another.
+    """Refuse words of one action beside another, and what can be no arm, before a version is exported for it.
 
     Raises:
         UserError: there is one, or one is missing.
@@ -56,6 +64,13 @@ def _check_words(arguments: argparse.Namespace) -> None:
     if (arguments.action == "remove") is (arguments.name is None) and arguments.action != "add":
         need = "the name of an arm" if arguments.action == "remove" else "no name"
         raise UserError(f"arm {arguments.action}: got {arguments.name}, need {need}")
+    if arguments.name is not None and not re.fullmatch(ARM_NAME, arguments.name):
+        raise UserError(f"arm: got the name {arguments.name!r:.70}, need up to 48 letters, digits or _, no digit first")
+    for name, (accepts, need) in RANGES.items():
+        if (value := getattr(arguments, name)) is not None and not accepts(value):
+            raise UserError(f"--{name}: got {value:g}, need {need}")
+    if arguments.model is not None:
+        check_model(arguments.model, "--model", asks_hub=False)
 
 
 async def _add(directory: RunDirectory, arguments: argparse.Namespace) -> None:

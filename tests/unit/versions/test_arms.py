@@ -150,6 +150,11 @@ def test_prometheus_has_its_numbers_under_its_name() -> None:
         (["list", "old"], "arm list: got old, need no name"),
         (["remove"], "arm remove: got None, need the name of an arm"),
         (["remove", "old", "--share", "0.2"], "arm remove: got --share, need none; it is for arm add"),
+        (["add", "--version", "1-4", "--share", "3"], "--share: got 3, need 1e-06 to 1"),
+        (["add", "--version", "1-4", "--alpha", "nan"], "--alpha: got nan, need a number between 0 and 1"),
+        (["add", "--version", "1-4", "--reach", "0"], "--reach: got 0, need more than 0, at most"),
+        (["add", "1-4", "--version", "1-4"], "arm: got the name '1-4', need up to 48 letters"),
+        (["add", "--model", "/not/there"], "--model: no folder /not/there; give a model's folder or a hub name"),
     ],
 )
 def test_words_that_do_not_belong_together_are_refused(
