@@ -47,7 +47,8 @@ def resolve(
 
     Args:
         option: what the person has typed it for.
-        among: the versions that will do; those that have a checkpoint, where it is left out.
+        among: the versions that will do, which are all but those whose steps were given up; those that have a
+            checkpoint, where it is left out.
 
     Raises:
         UserError: it is not there, or nothing tells which is the best; the sentence lists what there is.
@@ -57,6 +58,8 @@ def resolve(
     found = _find(run_directory, settings, wanted, there, given)
     if found in there:
         return found
+    if found is not None and among is not None and (run_directory / "checkpoints" / str(found)).is_dir():
+        raise UserError(f"{option}: got {found}, whose steps the run has given up, need one of {_listed(there, given)}")
     what = "checkpoint" if among is None else "version"
     tag = given.get(wanted)
     got = f"{wanted:.70}" + (f", which is {tag.version}" if tag is not None else "")

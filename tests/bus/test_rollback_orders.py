@@ -77,7 +77,7 @@ async def test_an_order_is_kept_and_on_record(open_role: OpenRole, settings: Set
 @pytest.mark.parametrize(
     ("wanted", "why"),
     [
-        ("1-2", r"has no version 1-2, need one of 1-1, 2-3, best, last$"),
+        ("1-2", r"got 1-2, whose steps the run has given up, need one of 1-1, 2-3, best, last$"),
         ("7", r"has no version 7, need one of 1-1, 2-3, best, last$"),
         ("2-3", r"^--to: got 2-3, whose steps were trained otherwise since"),
         ("x" * 201, r"version: got "),
