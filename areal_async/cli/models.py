@@ -94,7 +94,11 @@ def show(directories: Iterable[Path], *, as_json: bool) -> int:
         for one in found:
             say(json_text(asdict(one)))
         return status
-    table = Table("run", "version", "from", "tags", "held out", "kept", "size", "settings", "data", "code", box=None)
+    table = Table(box=None)
+    for title in ("run", "version", "from", "tags", "held out", "kept", "size", "settings", "data", "code"):
+        may_wrap = title in ("kept", "settings", "data", "code")
+        width = len("checkpoint,") if title == "kept" else None
+        table.add_column(title, no_wrap=not may_wrap, min_width=width, overflow="fold")
     for one in found:
         cells = [
             one.run,

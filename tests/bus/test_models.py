@@ -106,6 +106,20 @@ def test_what_is_kept_is_a_table_or_objects(stopped: RunDirectory, capsys: pytes
     assert [(one["version"], one["kinds"]) for one in objects][:2] == [("1-2", ["checkpoint"]), ("1-4", ["checkpoint"])]
 
 
+def test_a_narrow_screen_shortens_hashes_and_no_name(
+    stopped: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tags.write(stopped.path, Tag(tag="candidate_of_the_week", version="1-8"))
+    monkeypatch.setenv("COLUMNS", "80")
+
+    assert main(["models", "--folder", str(stopped.path.parent)]) == 0
+
+    table = capsys.readouterr().out
+    assert "champion" in table
+    assert "candidate_of_the_week" in table
+    assert "…" not in table
+
+
 def test_a_damaged_run_is_told_of_and_the_others_are_listed(
     stopped: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
