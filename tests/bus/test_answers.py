@@ -47,6 +47,7 @@ TARGETS = [
 NEXT = b'{"batch": 1, "no_wait": true}'
 HEARTBEATS = b'{"batch": 1, "expires": 100000000, "idle_heartbeat": 20000000}'
 MISSING = b'{"seq": 999}'
+NOTHING = b'{"filter": "nothing"}'
 ALL = b'{"seq": 1, "batch": 9, "next_by_subj": ">"}'
 
 
@@ -63,6 +64,8 @@ def _requests(role: Role) -> Iterator[tuple[str, bytes]]:
             yield from ((subject, body) for body in (b'{"seq": 1}', MISSING, b'{"last_by_subj": ">"}'))
         elif pattern.startswith("$JS.API.CONSUMER.MSG.NEXT."):
             yield from ((subject.replace(".x", f".{RUN.trainer_consumer(1)}"), body) for body in (NEXT, HEARTBEATS))
+        elif pattern.startswith("$JS.API.STREAM.PURGE."):
+            yield subject, NOTHING  # what is gone then is no answer's doing
         elif pattern.startswith("$JS.ACK."):
             yield pattern.replace("*", "x").replace(">", "1.1.1.1.0"), b"+NXT " + NEXT
         else:
