@@ -18,7 +18,7 @@ from areal_async.protocol.run_state import Changes
 from areal_async.protocol.subjects import CHANGES
 from areal_async.protocol.types import Ticket
 from areal_async.rollout.arm_answers import run_arm_ticket
-from areal_async.rollout.arms import ServedArm
+from areal_async.rollout.arms import NodeArms, ServedArm
 from areal_async.rollout.evaluate import run_eval_ticket
 from areal_async.rollout.group import run_ticket
 from areal_async.rollout.lease import returned_unless_done
@@ -36,6 +36,9 @@ MAX_EVALUATIONS = 128
 """Answered at once, beside the training tickets: an evaluation waits for none of them."""
 MAX_ARM_PROMPTS = 32
 """Of arms, answered at once, by two sides each."""
+ARM_GATHER_S = 5.0
+"""Pause before each look for prompts of arms: those that come meanwhile are answered together, and a server decodes
+several nearly for the price of one. Nobody waits for them."""
 ELSEWHERE_S = 2.0
 """Pause after which a prompt of an arm that this node does not serve is offered again, to whichever node asks."""
 
@@ -98,11 +101,10 @@ class Leases:
 
     async def run_arm_tickets(self) -> None:
         """Run prompts of arms: as ``run_tickets``, with room of their own, while this node serves an arm."""
-        names, arms = self._node.bus.names, self._node.arms
-        if arms is not None:
+        stream, consumer = self._node.bus.names.eval_stream, self._node.bus.names.arm_nodes_consumer
+        if (arms := self._node.arms) is not None:
             take = partial(self._take_arm_tickets, arms.served)
-            capacity, ready = lambda: MAX_ARM_PROMPTS, arms.wait_served
-            await self._run(names.eval_stream, names.arm_nodes_consumer, capacity, take, ready=ready)
+            await self._run(stream, consumer, lambda: MAX_ARM_PROMPTS, take, ready=partial(_gather, arms))
 
     async def _take_tickets(self, deliveries: list[Delivery]) -> list[Task]:
         tickets = [(delivery, await self._node.bus.decode(delivery, Ticket)) for delivery in deliveries]
@@ -215,6 +217,12 @@ class Leases:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stop)
             await loop()
+
+
+async def _gather(arms: NodeArms) -> None:
+    """Let prompts of arms come together, and wait until one can be answered."""
+    await anyio.sleep(ARM_GATHER_S)
+    await arms.wait_served()
 
 
 def _capacity(settings: Settings) -> int:

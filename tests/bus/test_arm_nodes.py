@@ -68,6 +68,7 @@ ARM = Arm(name="old", arm_id="old-1", version="1-0", path=str(MODEL), share=0.1,
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setenv("PYTHONPATH", f"{TESTS / 'fakes'}:{TESTS.parent}")
     monkeypatch.setattr(leases, "ELSEWHERE_S", 0.1)
+    monkeypatch.setattr(leases, "ARM_GATHER_S", 0.05)
     monkeypatch.setattr(node_arms, "READY_POLL_S", 0.02)
     monkeypatch.setattr(node_arms, "RETRY_S", 0.2)
     workflow = tmp_path / "play.py"
