@@ -1,12 +1,13 @@
 """Requests to ``serve`` at a steady rate while the tag that it follows moves: how many are answered, by which version.
 
-    python -m tools.bench_serve [--rate 200] [--moves 5] [--tokens 16] [--replace beside]
+    python -m tools.bench_serve [--rate 200] [--moves 5] [--tokens 16] [--run NAME]
 
-A run's directory is made with versions of a tiny model, and ``serve`` is started in it as a user starts it. Requests
-come evenly, whether earlier ones are answered or not, a share of them streamed; the tag moves whenever the version
-before has answered for a while. Printed are the rate, what was dropped (any answer that is not whole, any status but
-200) and each version's answers; the status is 1 where one was dropped, or came with another version than its time
-allows.
+``serve`` is started as a user starts it: for a run's checkpoints, oldest first, each exported when the tag comes to it,
+or for versions that are made here, all of the tiny model and exported already. Requests come evenly, whether earlier
+ones are answered or not, a share of them streamed; the tag moves whenever the version before has answered for a while.
+Printed are the rate, what was dropped (any answer that is not whole, any status but 200) and each version's answers;
+the status is 1 where one was dropped, or came with another version than its time allows. What is not known here is
+handed on to ``serve``, as ``--serve.replace in_place``.
 """
 
 import argparse
@@ -27,12 +28,12 @@ import aiohttp
 import uvloop
 
 from areal_async.config.settings import InferenceSettings, ModelSettings, RolloutSettings, RunSettings, Settings
-from areal_async.launch.run_directory import RunDirectory
-from areal_async.process.atomic_folders import LEDGER
+from areal_async.launch.run_directory import RunDirectory, find_run
+from areal_async.process.atomic_folders import LEDGER, versions_in
 from areal_async.versions.tags import Tag, write
 
 MODEL = Path(__file__).parents[1] / "configs" / "models" / "tiny"
-TAG = "champion"
+TAG = "bench"
 START_DEADLINE_S = 300.0
 REQUEST_DEADLINE_S = 300.0
 QUESTIONS = tuple(f"Amy has {number} apples and gets {number % 7} more. How many has she?" for number in range(2, 99))
@@ -56,8 +57,8 @@ class Load:
     """By how much requests were sent later than they were to be: the driver's own want of a processor."""
 
 
-def make_run(directory: Path, num_versions: int, *, replace: str, tokens: int) -> RunDirectory:
-    """Make a run's directory with checkpoints whose models are exported already, all the same tiny model."""
+def make_run(directory: Path, num_versions: int, *, replace: str = "beside", tokens: int) -> RunDirectory:
+    """Make a run's directory with versions of the tiny model."""
     run = RunDirectory(directory / "bench")
     run.path.mkdir(parents=True)
     settings = Settings(
@@ -68,11 +69,16 @@ def make_run(directory: Path, num_versions: int, *, replace: str, tokens: int) -
     )
     run.write_settings(settings.model_copy(update={"serve": settings.serve.model_copy(update={"replace": replace})}))
     for step in range(1, num_versions + 1):
-        checkpoint = run.path / "checkpoints" / f"1-{step}"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / LEDGER).write_text("{}")
-        shutil.copytree(MODEL, run.path / "served" / "models" / f"1-{step}")
+        add_version(run, f"1-{step}")
     return run
+
+
+def add_version(run: RunDirectory, version: str) -> None:
+    """Make a checkpoint whose model, the tiny one, is exported already."""
+    checkpoint = run.path / "checkpoints" / version
+    checkpoint.mkdir(parents=True)
+    (checkpoint / LEDGER).write_text("{}")
+    shutil.copytree(MODEL, run.path / "served" / "models" / version)
 
 
 class Serving:
@@ -161,22 +167,30 @@ async def drive(url: str, key: str, rate: float, meant: Meant, load: Load, token
 async def bench(arguments: argparse.Namespace, words: list[str]) -> int:
     """Serve, ask, move; return the exit status."""
     with tempfile.TemporaryDirectory(prefix="areal-bench-serve-") as folder:
-        run = make_run(Path(folder), arguments.moves + 1, replace=arguments.replace, tokens=arguments.tokens)
-        write(run.path, Tag(tag=TAG, version="1-1"))
-        serving = Serving(["--run", str(run.path), *words], run.path / "said")
+        if arguments.run is not None:
+            run = find_run(arguments.run)
+            versions = [str(version) for version in versions_in(run.path / "checkpoints")][: arguments.moves + 1]
+            words = ["--serve.directory", f"{folder}/served", *words]
+        else:
+            run = make_run(Path(folder), 1, tokens=arguments.tokens)
+            versions = [f"1-{step}" for step in range(1, arguments.moves + 2)]
+        write(run.path, Tag(tag=TAG, version=versions[0], why="tools.bench_serve"))
+        serving = Serving(["--run", str(run.path), "--version", TAG, *words], Path(folder, "said"))
         try:
             key = await serving.wait_for(r"key default: (\S+)")
             url = await serving.wait_for(r"serving at (\S+)")
-            load, meant, done = Load(), Meant("1-1"), asyncio.Event()
+            load, meant, done = Load(), Meant(versions[0]), asyncio.Event()
             driving = asyncio.create_task(drive(url, key, arguments.rate, meant, load, arguments.tokens, done))
             started = time.monotonic()
             await asyncio.sleep(arguments.between_s)
             moved_s = []
-            for step in range(2, arguments.moves + 2):
+            for version in versions[1:]:
+                if arguments.run is None:
+                    add_version(run, version)
                 told = time.monotonic()
-                meant.before, meant.now = meant.now, f"1-{step}"
-                write(run.path, Tag(tag=TAG, version=meant.now))
-                await serving.wait_for(rf"(version 1-{step} answers)")
+                meant.before, meant.now = meant.now, version
+                write(run.path, Tag(tag=TAG, version=version, why="tools.bench_serve"))
+                await serving.wait_for(rf"(version {version} answers)")
                 moved_s.append(time.monotonic() - told)
                 await asyncio.sleep(arguments.between_s)
             wall_s = time.monotonic() - started
@@ -187,9 +201,8 @@ async def bench(arguments: argparse.Namespace, words: list[str]) -> int:
                     metrics = await answer.text()
         finally:
             status = serving.end()
-        num_recorded = sum(
-            line.count("\n") for path in (run.path / "served").glob("answers-*") for line in [path.read_text()]
-        )
+        served = Path(folder, "served") if arguments.run is not None else run.path / "served"
+        num_recorded = sum(path.read_bytes().count(b"\n") for path in served.glob("answers-*"))
     mixed = re.search(r"areal_serve_mixed_answers_total ([0-9.]+)", metrics)
     return report(load, wall_s, moved_s, num_recorded, status=status, num_mixed=float(mixed[1]) if mixed else -1)
 
@@ -220,7 +233,7 @@ def main() -> int:
     parser.add_argument("--moves", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=16, help="of each answer")
     parser.add_argument("--between-s", type=float, default=3.0, help="time for which a version answers between moves")
-    parser.add_argument("--replace", choices=("beside", "in_place"), default="beside")
+    parser.add_argument("--run", help="serve this run's checkpoints, of which it needs one more than moves")
     arguments, words = parser.parse_known_args()
     return uvloop.run(bench(arguments, words))
 

@@ -55,7 +55,7 @@ class Scene:
 async def served(directory: Path, *, replace: str) -> AsyncIterator[Scene]:
     run = make_run(directory, 2, replace=replace, tokens=LONG_TOKENS)
     write(run.path, Tag(tag=TAG, version="1-1"))
-    serving, done = Serving(["--run", str(run.path)], directory / "said"), asyncio.Event()
+    serving, done = Serving(["--run", str(run.path), "--version", TAG], directory / "said"), asyncio.Event()
     try:
         key = await serving.wait_for(r"key default: (\S+)")
         url = await serving.wait_for(r"serving at (\S+)")
