@@ -97,6 +97,8 @@ async def test_an_answer_outlives_its_server_and_a_move_and_what_was_answered_is
         feedback = {"id": answer.headers["x-request-id"], "rating": 5}
         async with scene.http.post(f"{scene.url}/feedback", json=feedback) as taken:
             assert (await taken.json())["is_known"]
+        models = scene.run.path / "served" / "models"
+        await until(lambda: [name.name for name in models.iterdir() if name.is_dir()] == ["1-2"])
 
     assert answer.headers["x-areal-version"] == "1-1"
     last = [json.loads(event.removeprefix(b"data: ")) for event in events.strip().split(b"\n\n")[:-1]][-1]
@@ -104,7 +106,6 @@ async def test_an_answer_outlives_its_server_and_a_move_and_what_was_answered_is
     assert_nothing_was_lost(scene, num_more=1)
     assert [row["num_tokens"] for row in read_answers(scene.run.path / "served") if row["rating"]] == [LONG_TOKENS]
     assert len(scene.server_pids()) == 3, "the first, its next life, and the other version's"
-    assert [name.name for name in (scene.run.path / "served" / "models").iterdir() if name.is_dir()] == ["1-2"]
     pairs = said("serve", "--run", str(scene.run.path), "--export", str(tmp_path / "all.parquet"))
     assert f"{scene.load.versions.total() + 1} answers written" in pairs.stdout
 
