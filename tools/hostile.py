@@ -3,7 +3,8 @@ through, the engine trains.
 
     python -m tools.hostile --inputs 1000000 [--processes N] [--seed N] [--algorithm NAME ...]
 
-Each input is a message of one group, of about two trajectories. Those that are accepted are cut, packed, trained and
+Each input is a message of one group, of about two trajectories; with ``seeing`` they show images, and a model that sees
+trains them. Those that are accepted are cut, packed, trained and
 archived by the functions of a run, in batches of one message and of hundreds; every one is trained. A finding is
 whatever raises, an update that is skipped, or a number of the metrics line that is not finite. Exits with 1 when there
 are findings. What comes of a seed does not depend on the number of processes.
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -29,14 +30,17 @@ from typing import Any
 
 import anyio
 import msgspec
-import numpy as np
 
 from areal_async.algorithms.advantages import advantage_rule
 from areal_async.config.settings import Settings
 from areal_async.errors import WireError
 from areal_async.protocol.staleness import age_at
-from areal_async.protocol.types import Cut, ReplyReward, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version, mean
-from areal_async.protocol.wire import EncodedMessage, decode_headers, decode_trajectory, encode_message
+from areal_async.protocol.types import (
+    Cut,
+    ImageRef,
+    Version,
+)
+from areal_async.protocol.wire import EncodedMessage, decode_headers, decode_trajectory
 from areal_async.trainer.batch.culprits import said_by
 from areal_async.trainer.batch.cut import OpenGroup
 from areal_async.trainer.batch.limits import TrainingLimits
@@ -57,21 +61,28 @@ from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from areal_async.trainer.output.archive import write_archive
 from areal_async.trainer.packing.rows import TrainRow
 from areal_async.trainer.shards import ShardTrainer, build_rows
+from tools import make_tiny_vision
+from tools.hostile_messages import (
+    GROUP_SIZE,
+    LINEAGE,
+    MAX_STALENESS,
+    STEP,
+    TOKEN_BUDGET,
+    WORKFLOW,
+    Target,
+    hostile_message,
+    stored_images,
+)
 
 MODEL: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
     "num_key_value_heads": 1, "vocab_size": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 """The smallest model that passes through the engine as a large one does."""
-WORKFLOW = "w"
-GROUP_SIZE = 2
-LINEAGE, STEP, MAX_STALENESS = 3, 9, 2
-TOKEN_BUDGET = 1024
 BATCHES = (1, 15, 496)
 """Messages of batches, again and again: what is too much alone may not show among many, and the other way round."""
 PART_MESSAGES = 8192
 """Inputs after which a new model is made."""
-NUM_SEQUENCES = (1,) * 40 + (2,) * 10 + (3,) * 9 + (40,)
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "coupled": {"decoupled": False, "advantage_std": "none", "num_minibatches": 2},
@@ -79,170 +90,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "m2po": {"name": "m2po"},
     "reference": {"kl_coef": 0.1, "aggregation": "sequence_mean"},
     "ppo": {"name": "ppo"},
+    "seeing": {},
 }
-FRESH = (Version(LINEAGE, STEP - 1), Version(LINEAGE, STEP - 2), Version(LINEAGE - 1, STEP - 3))
-
-Arrays = dict[str, Any]
-"""What a ``Sequence`` is made of, before it is one."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """The run that messages are made for; its groups have ``GROUP_SIZE`` siblings."""
-
-    vocab_size: int
-    workflow: str = WORKFLOW
-    fresh: Seq[Version] = FRESH
-    """Versions that may be trained now, the newest first."""
-    share_odd: float = 0.1
-    """Share of messages that lack slots, or have another group size, workflow or number of attempts."""
-
-
-def hostile_message(random: Random, group_id: str, target: Target) -> EncodedMessage:
-    """Return the message of a group in which a few things are otherwise than any node of ours would have them."""
-    workflow = target.workflow
-    trajectories = [_trajectory(random, group_id, sibling, target) for sibling in range(GROUP_SIZE)]
-    is_odd = random.random() < target.share_odd
-    return encode_message(
-        trajectories[: random.choice([1, 2])] if is_odd else trajectories,
-        Ticket(
-            row={},
-            group_id=group_id,
-            workflow=random.choice([workflow, "other"]) if is_odd else workflow,
-            version=str(random.choice(target.fresh)),
-            num_failed_attempts=random.choice([0, 2, 1 << 53]) if is_odd else 0,
-            group_size=random.choice([GROUP_SIZE, 1, 3, 1 << 16]) if is_odd else GROUP_SIZE,
-        ),
-    )
-
-
-def _trajectory(random: Random, group_id: str, sibling: int, target: Target) -> Trajectory:
-    sequences = [_arrays(random, target) for _ in range(random.choice(NUM_SEQUENCES))]
-    num_replies = random.choice([0, 0, 0, 1, 3])
-    for arrays in sequences if num_replies else ():
-        numbers = np.arange(len(arrays["token_ids"])) % (num_replies + 1) - 1
-        arrays["turns"] = np.where(arrays["loss_mask"], numbers, -1).astype(np.int16)
-    info: dict[str, Any] = {"length": float(random.randrange(100)), "rollout/num_turns": 1.0}
-    versions = [Version.unpack(int(one)) for arrays in sequences for one in arrays["versions"] if one >= 0] or [
-        target.fresh[0]
-    ]
-    slot: dict[str, Any] = {
-        "sibling": sibling,
-        "sample_uid": f"{group_id}.{sibling}.hostile.{random.randrange(1 << 32):x}",
-        "status": SlotStatus.SCORED,
-        "reward": random.choice([0.0, 1.0, random.random()]),
-        "oldest": str(min(versions)),
-        "newest": str(max(versions)),
-    }
-    for _ in range(random.choice([0, 0, 1, 1, 2])):
-        random.choice(SPOILED)(random, random.choice(sequences), slot, info, target)
-    made = [Sequence(**arrays) for arrays in sequences][: slot.pop("num_sequences", None)]
-    if num_replies:
-        of_replies = [sum(int(np.sum(one.turns == number)) for one in made) for number in range(num_replies)]
-        rewards = [slot["reward"], *(random.choice(REWARDS[:4]) for _ in of_replies[1:])]
-        slot["credits"] = [ReplyReward(reward, count) for reward, count in zip(rewards, of_replies, strict=True)]
-        slot["reward"] = mean(rewards)
-    num_tokens = sum(one.num_tokens for one in made)
-    num_sampled = sum(int(one.loss_mask.sum()) for one in made)
-    whole = {"num_tokens": num_tokens, "num_output_tokens": num_sampled} | slot
-    return Trajectory(slot=Slot(**whole), sequences=made, info=info)
-
-
-def _arrays(random: Random, target: Target) -> Arrays:
-    length = random.choice([2, 3, 8, 20])
-    mask = np.arange(length) >= random.randrange(1, length)
-    version = random.choice(target.fresh).pack()
-    return {
-        "token_ids": (np.frombuffer(random.randbytes(4 * length), np.uint32) % target.vocab_size).astype(np.int32),
-        "loss_mask": mask,
-        "logprobs": np.where(mask, -random.random() * 4, 0).astype(np.float32),
-        "versions": np.where(mask, version, -1),
-    }
-
-
-Spoil = Callable[[Random, Arrays, dict[str, Any], dict[str, Any], Target], None]
-"""Takes a sequence, its slot and the trajectory's info, and changes one of them."""
-REWARDS = [1e6, -1e6, -0.0, 5e-324, 1.0000001e6, 1e7, 1e30, 1e308, -1e308]
-
-
-def _token_ids(random: Random, arrays: Arrays, slot: Any, info: Any, target: Target) -> None:
-    at = random.randrange(len(arrays["token_ids"]))
-    arrays["token_ids"][at] = random.choice([0, *(target.vocab_size + one for one in (-1, 0, 1)), (1 << 31) - 1, -1])
-
-
-def _logprobs(random: Random, arrays: Arrays, slot: Any, info: Any, target: Target) -> None:
-    value = random.choice([0.0, 1.0, 100.0, -100.0, 1e4, -9999.0, -1e4, 1.1e4, 3e38, -3e38, math.nan, math.inf])
-    at = random.choice([slice(None), random.randrange(len(arrays["logprobs"]))])
-    arrays["logprobs"][at] = value
-
-
-def _temperatures(random: Random, arrays: Arrays, slot: Any, info: Any, target: Target) -> None:
-    choices = [0.0, 1e-7, 2e-6, 1e-5, 1e-3, 0.7, 100.0, 101.0]
-    length = len(arrays["token_ids"])
-    mixed = [random.choice(choices[:-1]) for _ in range(length)]
-    arrays["temperatures"] = np.array(random.choice([mixed, [random.choice(choices)] * length]), dtype=np.float32)
-
-
-def _masks(random: Random, arrays: Arrays, slot: Any, info: Any, target: Target) -> None:
-    arrays["loss_mask"] = np.full(len(arrays["loss_mask"]), random.choice([True, False]))
-    arrays["versions"] = np.where(arrays["loss_mask"], target.fresh[0].pack(), -1)
-    slot["oldest"], slot["newest"] = str(min(target.fresh)), str(max(target.fresh))
-    if "turns" in arrays:
-        arrays["turns"] = np.where(arrays["loss_mask"], 0, -1).astype(np.int16)
-
-
-def _versions(random: Random, arrays: Arrays, slot: Any, info: Any, target: Target) -> None:
-    newest = max(target.fresh)
-    next_one, before = Version(newest.lineage, newest.step + 1), Version(newest.lineage - 1, 999_999_999)
-    strange = [before, next_one, Version(newest.lineage, 0), Version(1, 1)]
-    one = random.choice(strange)
-    arrays["versions"] = np.where(arrays["loss_mask"], one.pack(), -1)
-    ends = [Version.parse(slot["oldest"]), Version.parse(slot["newest"]), one]
-    if random.random() < 0.5:
-        ends = list(target.fresh)  # the header says nothing of it
-    slot["oldest"], slot["newest"] = str(min(ends)), str(max(ends))
-
-
-def _lengths(random: Random, arrays: Arrays, slot: Any, info: Any, target: Target) -> None:
-    length = random.choice([1, TOKEN_BUDGET - 1, TOKEN_BUDGET, TOKEN_BUDGET + 1, 5000])
-    for name, values in list(arrays.items()):
-        arrays[name] = np.resize(values, length)
-
-
-def _header(random: Random, arrays: Arrays, slot: dict[str, Any], info: Any, target: Target) -> None:
-    slot |= random.choice(
-        [
-            {"num_tokens": random.choice([0, 1, 1 << 53])},
-            {"num_output_tokens": random.choice([0, 1, 1 << 53])},
-            {"num_truncated": 1 << 53},
-            {"sample_uid": random.choice(["", "a\r\nNats-Msg-Id: b", "x" * 10_000, "\u2028"])},
-            {"num_sequences": 0},
-            {"reason": "\x00\r\n" * 300},
-        ]
-    )
-
-
-def _reward(random: Random, arrays: Arrays, slot: dict[str, Any], info: Any, target: Target) -> None:
-    slot["reward"] = random.choice(REWARDS)
-
-
-def _info(random: Random, arrays: Arrays, slot: Any, info: dict[str, Any], target: Target) -> None:
-    info |= random.choice(
-        [
-            {"big": random.choice([1e30, -1e30, 1.1e30, 1e308, math.nan])},
-            {random.choice(["", "a b", "a\n", "x" * 65, "rollout/", "ü"]): 1.0},
-            {f"key{number}": 1.0 for number in range(random.choice([60, 64, 500]))},
-        ]
-    )
-
-
-def _steered(random: Random, arrays: Arrays, slot: Any, info: Any, target: Target) -> None:
-    arrays["steered"] = arrays["loss_mask"].copy()
-
-
-SPOILED: list[Spoil] = [
-    _token_ids, _logprobs, _temperatures, _masks, _versions, _lengths, _header, _reward, _info, _steered
-]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -270,9 +119,12 @@ class Score:
 class Course:
     """The road from the bytes of messages to a metrics line in a trainer of one rank."""
 
-    def __init__(self, algorithm: Mapping[str, Any], ranks: Ranks, directory: Path) -> None:
-        """``directory`` is for the model and the archive."""
-        _write_model(directory / "model")
+    def __init__(self, algorithm: Mapping[str, Any], ranks: Ranks, directory: Path, *, sees: bool = False) -> None:
+        """``directory`` is for the model and the archive; ``sees``: whether the model does."""
+        if sees:
+            make_tiny_vision.write_folder(directory / "model", family="qwen3_vl")
+        else:
+            _write_model(directory / "model")
         self.settings = Settings.model_validate(
             {
                 "model": {"path": str(directory / "model"), "dtype": "float32"},
@@ -285,8 +137,11 @@ class Course:
         self._engines = Engines.for_run(self.settings, ranks)
         threads = EngineThreads.for_run(self.settings, ranks)
         self._shards = ShardTrainer(self.settings, engines=self._engines, threads=threads)
-        self._target = Target(vocab_size=self._engines.vocab_size)
-        self._limits = TrainingLimits(self.settings, vocab_size=self._engines.vocab_size)
+        vision = self._engines.vision
+        images = () if vision is None else stored_images(vision)
+        self._files = {one.sha256: one.data for one in images}
+        self._target = Target(vocab_size=self._engines.vocab_size, vision=vision, images=images)
+        self._limits = TrainingLimits(self.settings, vocab_size=self._engines.vocab_size, vision=vision)
         self._directory = directory
 
     def run(self, *, seed: int, first: int, count: int) -> Score:
@@ -333,6 +188,8 @@ class Course:
             try:
                 trajectory = decode_trajectory(made[placed.item.sequence - 1].payload, placed.item.slot)
                 self._limits.check_trajectory(trajectory, cut=cut, lineage=LINEAGE)
+                for image in trajectory.images.values():
+                    self._limits.check_image(image, self._fetch(image))
                 trajectories[placed.position] = trajectory
             except WireError as exc:
                 missing.append(placed.key)
@@ -341,6 +198,7 @@ class Course:
         age = functools.partial(_age, cut)
         rows, ages = build_rows(
             trajectories,
+            images=self._files,
             advantages=batch.advantages,
             cut=cut,
             start=Version(LINEAGE, STEP - 1),
@@ -352,6 +210,7 @@ class Course:
             self._directory,
             TrainedShard(cut=cut, slots=batch.slots, trajectories=trajectories, ages=ages, report=trained),
             made=made_version, rank=0, advantages=batch.advantages,
+            images=None if self._target.vision is None else self._files,
         )  # fmt: skip
         said = ShardStats(ages=ages, info=add_up_info(one.info for one in trajectories.values()))
         said = msgspec.json.decode(msgspec.json.encode(said), type=ShardStats)
@@ -365,6 +224,13 @@ class Course:
         if bad:
             raise ArithmeticError(f"got {', '.join(f'{name}={line[name]}' for name in bad)}")
         score.num_accepted += len(trajectories)
+
+    def _fetch(self, image: ImageRef) -> bytes:
+        """Return what the stream of images has under this name, as it is read there."""
+        data = self._files.get(image.sha256, b"")
+        if len(data) != image.num_bytes:
+            raise WireError(f"image {image.sha256}: got {len(data)} bytes, need {image.num_bytes}")
+        return data
 
     def _run_calls(self, rows: Seq[TrainRow], batch: AgreedBatch) -> StepReport:
         done: list[StepReport] = []
@@ -381,7 +247,8 @@ def _age(cut: Cut, version: Version) -> int:
 
 
 def _kind(error: WireError) -> str:
-    return re.sub(r"\d+", "N", str(error)).split(": got ")[-1][:40]
+    said = re.sub(r"hostile\.[0-9a-f]+|[0-9a-f]{64}|\d+", "N", str(error))
+    return said.split(": got ")[-1][:40]
 
 
 def _write_model(directory: Path) -> None:
@@ -393,7 +260,7 @@ def _write_model(directory: Path) -> None:
 def run_part(algorithm: str, seed: int, numbers: range) -> Score:
     """Send some messages through a course of their own, in a process of its own."""
     with joined_ranks(deadline_s=600.0) as ranks, tempfile.TemporaryDirectory() as directory:
-        course = Course(ALGORITHMS[algorithm], ranks, Path(directory))
+        course = Course(ALGORITHMS[algorithm], ranks, Path(directory), sees=algorithm == "seeing")
         return course.run(seed=seed, first=numbers.start, count=len(numbers))
 
 

@@ -25,7 +25,7 @@ from tests.e2e.test_run import (
     events,
     poisonous_call,
 )
-from tools.hostile import Target, hostile_message
+from tools.hostile_messages import Target, hostile_message
 
 pytestmark = [pytest.mark.timeout(360), pytest.mark.whole_runs]
 
