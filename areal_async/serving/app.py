@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import anyio
 import msgspec
 import structlog
 from starlette.datastructures import Headers
@@ -63,6 +64,8 @@ OWN = {
 SESSION, VERSION, ARM, REQUEST_ID = "x-areal-session", "x-areal-version", "x-areal-arm", "x-request-id"
 """Headers: of requests the first, of answers the others."""
 MAX_FEEDBACK_BYTES = 32 << 10
+LATE_END_S = 10.0
+"""Time in which a client takes in the end of an answer whose deadline is over."""
 MAX_KNOWN = 1 << 16
 """Answers whose feedback is known to be of one."""
 RETRIED = ("busy", "too_slow", "unavailable")
@@ -244,9 +247,10 @@ class ServeApp:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            await answer.end_late(
-                Refusal("unavailable", f"answer: not over within serve.request_deadline_s = {deadline_s:g} s")
-            )
+            with anyio.move_on_after(LATE_END_S):
+                await answer.end_late(
+                    Refusal("unavailable", f"answer: not over within serve.request_deadline_s = {deadline_s:g} s")
+                )
 
     def assign(self, asked: Asked, origin: Origin) -> Arm:
         """Return the arm that answers a request, and note how that came."""

@@ -34,6 +34,8 @@ from areal_async.telemetry.exporters.samples import SERVER
 
 KEEP_ALIVE_S = 120
 """Longer than clients keep a connection that they do not use: none is closed under a request."""
+UNREAD_DEADLINE_S = 60.0
+"""A client that reads nothing of its answer for so long, twice at the most, has left."""
 BACKLOG = 2048
 STOP_DEADLINE_S = 3.0
 MAX_FILES = 1 << 16
@@ -167,7 +169,11 @@ async def listening(app: ServeApp, bound: socket.socket, limits: AdmissionLimits
     server, serving = serve_app(
         app,
         bound,
-        limits=ConnectionLimits(max_connections=limits.max_connections, head_deadline_s=limits.head_deadline_s),
+        limits=ConnectionLimits(
+            max_connections=limits.max_connections,
+            head_deadline_s=limits.head_deadline_s,
+            unread_deadline_s=UNREAD_DEADLINE_S,
+        ),
         backlog=backlog,
         timeout_keep_alive=KEEP_ALIVE_S,
         server_header=False,

@@ -1,4 +1,4 @@
-"""A connection on which no request comes is closed by its deadline, one in use is not, and there are only so many."""
+"""A connection without requests, or whose client does not read, is closed by its deadline; there are only so many."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,6 +8,7 @@ from socket import create_server
 import anyio
 import pytest
 from starlette.types import Receive, Scope, Send
+from structlog.testing import capture_logs
 
 from areal_async.process.http_server import ConnectionLimits, serve_app
 from tests.brokers import until
@@ -16,6 +17,12 @@ pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 HALF = b"GET / HTTP/1.1\r\nhost"
+WHOLE = GET.replace(b"/", b"/whole", 1)
+PIECES = GET.replace(b"/", b"/pieces", 1)
+CLOSED = WHOLE.replace(b"host", b"connection: close\r\nhost", 1)
+NUM_LONG_BYTES = 24 << 20
+"""More than the sockets at both ends hold."""
+PIECE_BYTES = 64 << 10
 PATIENCE_S = 60.0
 SHORT_S = 1.0
 NEVER_S = 10_000.0
@@ -29,6 +36,7 @@ class Site:
         self._writers: list[asyncio.StreamWriter] = []
         self.connections = connections
         self.num_asked = 0
+        self.num_answered = 0
         self.is_open = asyncio.Event()
 
     async def connect(self, sent: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -48,8 +56,13 @@ async def site(limits: ConnectionLimits, *, is_open: bool = True, keep_alive_s: 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         place.num_asked += 1
         await place.is_open.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": b"ok"})
+        length = str(2 if scope["path"] == "/" else NUM_LONG_BYTES + 2).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
+        for _ in range(NUM_LONG_BYTES // PIECE_BYTES if scope["path"] == "/pieces" else 0):
+            await send({"type": "http.response.body", "body": bytes(PIECE_BYTES), "more_body": True})
+        filling = bytes(NUM_LONG_BYTES if scope["path"] == "/whole" else 0)
+        await send({"type": "http.response.body", "body": filling + b"ok"})
+        place.num_answered += 1
 
     with create_server(("127.0.0.1", 0)) as listening:
         server, serving = serve_app(app, listening, limits=limits, timeout_keep_alive=keep_alive_s)
@@ -146,6 +159,38 @@ async def test_connection_that_is_idle_once_the_rest_has_come_is_closed_as_any_o
         writer.write(b"56789")
 
         assert await read_end(reader) == b""
+
+
+@pytest.mark.parametrize("sent", [PIECES, pytest.param(CLOSED, marks=pytest.mark.nightly)], ids=["pieces", "closed"])
+async def test_client_that_does_not_read_its_answer_keeps_no_place(sent: bytes) -> None:
+    async with site(ConnectionLimits(unread_deadline_s=SHORT_S)) as place:
+        with capture_logs() as lines:
+            await place.connect(sent)
+            await until(lambda: place.num_asked == 1)
+
+            await until(lambda: not place.connections and place.num_answered == 1)
+
+        assert [line["event"] for line in lines] == ["http_server.unread"]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [WHOLE, *(pytest.param(sent, marks=pytest.mark.nightly) for sent in (PIECES, CLOSED))],
+    ids=["whole", "pieces", "closed"],
+)
+async def test_client_that_reads_slowly_has_all_of_its_answer(sent: bytes) -> None:
+    limits = ConnectionLimits(head_deadline_s=SHORT_S, unread_deadline_s=SHORT_S)
+    async with site(limits, keep_alive_s=SHORT_S) as place:
+        slow, _ = await place.connect(sent)
+        await place.connect(PIECES)
+        num_left = NUM_LONG_BYTES + 2
+        await slow.readuntil(b"\r\n\r\n")
+        await until(lambda: place.num_asked == 2)
+        while len(place.connections) > 1:  # its deadlines are over by then
+            num_left -= len(await slow.read(PIECE_BYTES))
+            await anyio.sleep(SHORT_S / 50)
+
+        assert len(await slow.readexactly(num_left)) == num_left
 
 
 async def test_longest_without_a_request_goes_where_there_are_too_many() -> None:

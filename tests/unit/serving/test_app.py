@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from areal_async.errors import GenerationError, UserError
 from areal_async.inference.pool import ServerHandle
 from areal_async.protocol.types import Turn
 from areal_async.rollout.endpoint.admission import AdmissionLimits
+from areal_async.serving import app
 from areal_async.serving.export import read_answers
 from areal_async.serving.records import FEEDBACK, files_of
 from areal_async.serving.server import _finish, _report, bound_socket, listening
 from areal_async.telemetry.exporters.prometheus import metrics_app
 from tests.brokers import until
-from tests.unit.rollout.endpoint.scripted_endpoint import QUESTION, chat
+from tests.unit.rollout.endpoint.scripted_endpoint import QUESTION, chat, said
 from tests.unit.rollout.endpoint.test_images import shown
 from tests.unit.rollout.seeing import seeing_codec
 from tests.unit.serving.scripted import KEY, KEY_OF_BEN, NUM_TOKENS, Served, Stage, Voice, served
@@ -279,6 +281,34 @@ async def test_an_answer_has_a_deadline_and_says_so(is_streamed: bool, tmp_path:
     assert late.text.endswith("data: [DONE]\n\n") or not is_streamed
     assert endpoint.app.counts.requests["champion", "1-1", "unavailable"] == 1
     assert recorded(tmp_path) == []
+
+
+class Flood(Voice):
+    """Says more than the sockets hold, and goes on."""
+
+    async def generate(self, *args: Any, on_tokens: Any, **_: Any) -> tuple[Turn, ServerHandle]:
+        for _ in range(8):
+            on_tokens(said("x") * 100_000)
+            await anyio.sleep(0.01)
+        await anyio.sleep_forever()
+        raise AssertionError
+
+
+async def test_a_client_that_hardly_reads_keeps_no_place_beyond_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "LATE_END_S", 0.1)
+    stage = staged()
+    stage.voices["1-1"] = Flood("1-1")
+    body = json.dumps(chat(stream=True)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: {len(body)}\r\n\r\n"
+    async with served(stage, tmp_path, request_deadline_s=1.0) as endpoint:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", int(endpoint.url.rpartition(":")[2])))
+            client.sendall(head.encode() + body)
+            await until(lambda: endpoint.app.num_answers == 1)
+            await until(lambda: endpoint.app.num_answers == 0)
 
 
 async def test_a_client_that_leaves_is_not_answered_any_more(tmp_path: Path) -> None:
