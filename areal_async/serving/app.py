@@ -120,6 +120,7 @@ class ServeApp:
         self.counts = Counts(requests=Counter(), tokens=Counter())
         self.num_answers = 0
         """Answers that are generated or wait."""
+        self._num_of_key: Counter[str] = Counter()
         self.is_closing = False
         """Nothing more is taken on."""
 
@@ -205,27 +206,37 @@ class ServeApp:
     async def _take_on(self, api: PostRoute, key: str, request: HttpRequest) -> None:
         if self.is_closing:
             raise Refusal("unavailable", "server: it ends, and takes on nothing more; ask another one")
-        with self.counted(1):
+        with self.counted(key, 1):
             task = asyncio.create_task(self._serve(api, key, request))
             self._tasks.add(task)
             task.add_done_callback(self._end_task)
             await request.wait_for(task, lambda: Refusal("unavailable", "server: it has ended before the answer"))
 
     @contextmanager
-    def counted(self, num_answers: int) -> Iterator[None]:
+    def counted(self, key: str, num_answers: int) -> Iterator[None]:
         """Count answers while the block lasts.
 
+        Where there are several keys one may have as many as are still free: alone half of all, two a third each. So
+        there is room for whoever comes, and none has to be reserved for keys that ask nothing.
+
         Raises:
-            Refusal: there are too many.
+            Refusal: there are too many, of all keys or of this one.
         """
-        most = self._settings.serve.max_requests
-        if self.num_answers + num_answers > most:
+        most, own = self._settings.serve.max_requests, self._num_of_key[key]
+        free = most - self.num_answers
+        if num_answers > free:
             raise Refusal("busy", f"requests: {self.num_answers} of {most} are answered or wait; come again later")
+        if self._keyring.num_keys > 1 and own + num_answers > free - num_answers + 1:
+            said = f"requests: {own} of this key and {self.num_answers} of {most} in all are answered or wait"
+            raise Refusal("busy", f"{said}, and a key may have as many as are free; come again later")
         self.num_answers += num_answers
+        self._num_of_key[key] += num_answers
         try:
             yield
         finally:
             self.num_answers -= num_answers
+            self._num_of_key[key] -= num_answers
+            self._num_of_key += Counter()  # keys without any go
             self._changed.ring()
 
     async def _serve(self, api: PostRoute, key: str, request: HttpRequest) -> None:
@@ -345,7 +356,7 @@ class _Answer:
             try:
                 self._exchange = exchange = await parse_body(self._api, body, session)
                 request.headers[REQUEST_ID] = exchange.id
-                with self._app.counted(exchange.call.n - 1), tracing.joining(headers):
+                with self._app.counted(origin.key, exchange.call.n - 1), tracing.joining(headers):
                     await request.answer(session, exchange)
             finally:
                 policy.close()

@@ -41,6 +41,11 @@ class Keyring:
         self._stamp = _stamp(path)
         self._hashes = _read(path)
 
+    @property
+    def num_keys(self) -> int:
+        """Keys that there are."""
+        return len(self._hashes)
+
     def name_of(self, key: str) -> str | None:
         """Return the name of a key; None for what is none."""
         shown, found = sha256(key.encode(errors="surrogatepass")).digest(), None

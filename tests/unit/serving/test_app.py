@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,7 @@ async def test_what_is_no_feedback_is_refused(body: bytes, why: str, tmp_path: P
 
 async def test_what_is_too_much_is_told_when_to_come_again_and_the_rest_is_answered(tmp_path: Path) -> None:
     stage = staged()
-    async with served(stage, tmp_path, max_requests=3) as endpoint:
+    async with served(stage, tmp_path, max_requests=5) as endpoint:
         voice = stage.voice("1-1")
         end = voice.hold()
         waiting = [asyncio.create_task(endpoint.http.post(CHAT, json=chat(n=n))) for n in (2, 1)]
@@ -258,6 +259,35 @@ async def test_what_is_too_much_is_told_when_to_come_again_and_the_rest_is_answe
     assert [one.status_code for one in answered] == [200, 200]
     assert (many.status_code, after.status_code) == (429, 200)
     assert endpoint.app.num_answers == 0
+
+
+async def test_a_key_leaves_room_for_others_and_has_all_of_it_where_it_is_alone(tmp_path: Path) -> None:
+    stage = staged()
+    of_ben = {"authorization": f"Bearer {KEY_OF_BEN}"}
+    async with served(stage, tmp_path, max_requests=5) as endpoint, anyio.create_task_group() as asking:
+        voice, answered = stage.voice("1-1"), []
+        end = voice.hold()
+
+        async def ask(**options: Any) -> None:
+            answered.append((await endpoint.http.post(CHAT, json=chat(), **options)).status_code)
+
+        for _ in range(3):
+            asking.start_soon(ask)
+        await until(lambda: voice.num_asked == 3)
+        greedy = await endpoint.http.post(CHAT, json=chat())
+        several = await endpoint.http.post(CHAT, json=chat(n=3), headers=of_ben)
+        asking.start_soon(partial(ask, headers=of_ben))
+        await until(lambda: voice.num_asked == 4)
+        (tmp_path / "keys").write_text(f"ann {KEY}\n")
+        endpoint.app._keyring.refresh()
+        asking.start_soon(ask)
+        await until(lambda: voice.num_asked == 5)
+        end.set()
+
+    assert (greedy.status_code, several.status_code) == (429, 429)
+    assert "3 of this key and 3 of 5 in all" in greedy.json()["error"]["message"]
+    assert answered == [200] * 5
+    assert not endpoint.app._num_of_key
 
 
 async def test_a_body_that_is_too_long_is_refused(tmp_path: Path) -> None:
