@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import anyio
@@ -16,11 +17,15 @@ from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.launch.run_directory import find_run
 from areal_async.process.stdio import say
 from areal_async.serving.folders import OneModel, RunVersions, Versions
+from areal_async.serving.gpus import gpus_taken, sharing
 from areal_async.serving.keys import FIRST, Keyring, add_key
 from areal_async.serving.split import Share, read_split
 from areal_async.telemetry import log
 from areal_async.telemetry.exporters.traces import check_installed, recording
 from areal_async.versions.resolve import resolve
+
+if TYPE_CHECKING:
+    from areal_async.doctor.preflight.machine import Gpu
 
 CHAMPION = "champion"
 """The tag whose version answers where nothing else is said."""
@@ -43,6 +48,8 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     _check(settings)
     shares = _shares_of(arguments, run_directory)
+    if notice := check_gpus(settings, num_arms=len(shares)):
+        say(notice)
     versions: Versions
     if run_directory is None:
         versions = OneModel(settings.model.path, shares[0].arm)
@@ -80,6 +87,37 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name}: got it with {other}; leave one of them out")
     if arguments.version is not None and arguments.split is not None:
         raise UserError("--version: got --split as well, whose arms are versions; leave one of them out")
+
+
+def check_gpus(settings: Settings, *, num_arms: int, gpus: "Sequence[Gpu] | None" = None) -> str:
+    """Refuse GPUs that something else uses, like a run that lives: one of both would end for want of memory.
+
+    Args:
+        gpus: those that the driver tells of; it is asked for them unless they are given.
+
+    Returns:
+        What is to be known where ``serve.replace`` says that GPUs are shared; empty where nothing is.
+
+    Raises:
+        UserError: one that would be taken is in use, or there are too few, and it does not say so.
+    """
+    # Imported here: they take a while, and a key needs none of it.
+    from areal_async.doctor.preflight.machine import look_at_machine
+    from areal_async.doctor.preflight.memory import is_used
+
+    gpus = look_at_machine().gpus if gpus is None else gpus
+    taken = gpus_taken(settings, num_arms=num_arms)
+    used = [gpu.number for gpu in gpus if gpu.number in taken and is_used(gpu)]
+    if not used:
+        return sharing(settings, num_arms=num_arms)
+    free = ", ".join(gpu.number for gpu in gpus if not is_used(gpu)) or "none"
+    said = f"serve: got GPU {', '.join(used)} with memory that others have taken"
+    if settings.serve.replace != "auto":
+        return f"{said}; free here: {free}"
+    raise UserError(
+        f"{said}, need {len(taken)} that nothing else uses; name them by CUDA_VISIBLE_DEVICES (free here: {free}), or "
+        "set serve.replace to say that GPUs are shared"
+    )
 
 
 def _settings_of(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Settings, Path | None]:

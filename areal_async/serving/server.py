@@ -20,12 +20,12 @@ import structlog
 
 from areal_async.config.settings import Settings
 from areal_async.errors import UserError
-from areal_async.process.host import visible_gpus
 from areal_async.process.http_server import ConnectionLimits, serve_app
 from areal_async.rollout.endpoint.admission import AdmissionLimits
 from areal_async.serving.app import ServeApp
 from areal_async.serving.arms import Arm, Place
 from areal_async.serving.folders import Versions
+from areal_async.serving.gpus import starts_beside
 from areal_async.serving.keys import Keyring
 from areal_async.serving.records import Recorder
 from areal_async.serving.split import Share
@@ -93,23 +93,6 @@ async def serve(
                 await ending.wait()
                 await _finish(app, settings.serve.shutdown_deadline_s, tell)
             tasks.cancel_scope.cancel()
-
-
-def starts_beside(settings: Settings, *, num_arms: int) -> bool:
-    """Say whether servers of a new version start beside those of the old one: ``serve.replace``.
-
-    Raises:
-        UserError: there are GPUs, and not enough for the arms.
-    """
-    replace, need, gpus = settings.serve.replace, settings.inference.num_gpus, visible_gpus()
-    if replace != "auto" or not gpus:
-        return replace != "in_place"
-    if len(gpus) < num_arms * need:
-        raise UserError(
-            f"serve: got {len(gpus)} GPUs, need {num_arms * need}, {need} for each arm; lower inference.num_servers or "
-            "tensor_parallel, or set serve.replace to say that fleets share GPUs"
-        )
-    return len(gpus) >= (num_arms + 1) * need
 
 
 def check_files(max_requests: int) -> AdmissionLimits:

@@ -23,6 +23,8 @@ class Gpu(msgspec.Struct, frozen=True):
     name: str
     memory_bytes: int
     free_bytes: int
+    number: str = ""
+    """As ``CUDA_VISIBLE_DEVICES`` takes it."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,14 +97,15 @@ def parse_gpus(answer: str, visible: tuple[str, ...]) -> list[Gpu]:
     for line in answer.splitlines():
         index, uuid, name, total, free = (part.strip() for part in line.split(","))
         if (index in visible or uuid in visible) and total.isdecimal() and free.isdecimal():
-            gpus.append(Gpu(name, int(total) * MEBIBYTE, int(free) * MEBIBYTE))
+            number = index if index in visible else uuid
+            gpus.append(Gpu(name, int(total) * MEBIBYTE, int(free) * MEBIBYTE, number))
     return gpus
 
 
 def parse_mig_devices(answer: str, visible: tuple[str, ...]) -> list[Gpu]:
     """Read the driver's list, which tells of the memory of a MIG device by its profile alone, and not what is free."""
     found = re.findall(r"(MIG \S*?(\d+)gb\S*) .*UUID: (MIG-[^)]+)\)", answer)
-    return [Gpu(name, int(size) * 10**9, int(size) * 10**9) for name, size, uuid in found if uuid in visible]
+    return [Gpu(name, int(size) * 10**9, int(size) * 10**9, uuid) for name, size, uuid in found if uuid in visible]
 
 
 def _is_clock_kept() -> bool | None:

@@ -314,11 +314,16 @@ def _on_gpus(settings: Settings, gpus: tuple[Gpu, ...], size: ModelSize, rank_by
     yield _judge("memory of a trainer rank", rank_bytes, smallest, where=where, cure=cure)
     if settings.inference.colocate is None:  # else both sides are judged together
         yield _server_on_gpus(settings, smallest, size)
-    busy = [gpu for gpu in gpus if gpu.free_bytes < gpu.memory_bytes * MARGIN]
+    busy = [gpu for gpu in gpus if is_used(gpu)]
     if busy:
         least = min(gpu.free_bytes for gpu in busy)
         saw = f"{len(busy)} of {len(gpus)} have memory taken already, {gigabytes(least)} free on the fullest"
         yield warning("GPUs in use", saw, "end what uses them, or leave them out with CUDA_VISIBLE_DEVICES")
+
+
+def is_used(gpu: Gpu) -> bool:
+    """Whether something has taken more of a GPU's memory than its driver does."""
+    return gpu.free_bytes < gpu.memory_bytes * MARGIN
 
 
 def _server_on_gpus(settings: Settings, smallest: int, size: ModelSize) -> PreflightFinding:

@@ -9,10 +9,13 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
+from areal_async.cli.serve import check_gpus
+from areal_async.doctor.preflight.machine import Gpu
 from areal_async.errors import UserError
 from areal_async.process import host
 from areal_async.serving.arms import Arm
-from areal_async.serving.server import check_files, starts_beside
+from areal_async.serving.gpus import gpus_taken, sharing, starts_beside
+from areal_async.serving.server import check_files
 from areal_async.serving.split import Share
 from tests.brokers import until
 from tests.unit.serving.scripted import Stage, place_of, settings_of
@@ -219,6 +222,28 @@ def test_new_servers_start_beside_where_there_is_room(
     assert host.visible_gpus() == gpus
 
     assert starts_beside(settings_of(replace=replace), num_arms=num_arms) == is_beside
+
+
+def test_gpus_that_others_use_are_refused_or_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0")
+    gpus = [Gpu("card", 80, free_bytes=free, number=number) for number, free in {"0": 79, "1": 79, "3": 20}.items()]
+    auto, set_by_hand = settings_of(), settings_of(replace="beside")
+
+    assert list(gpus_taken(auto, num_arms=1)) == ["3", "1"]
+    with pytest.raises(UserError, match=r"got GPU 3 with memory .* need 2 that .* \(free here: 0, 1\)"):
+        check_gpus(auto, num_arms=1, gpus=gpus)
+    assert "got GPU 3 with memory" in check_gpus(set_by_hand, num_arms=1, gpus=gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0,3")
+    assert check_gpus(auto, num_arms=1, gpus=gpus) == ""
+
+
+def test_fleets_that_share_gpus_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+    assert "fleets share GPUs, 2 where they need 3" in sharing(settings_of(replace="beside"), num_arms=2)
+    assert sharing(settings_of(replace="in_place"), num_arms=2) == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert sharing(settings_of(replace="beside"), num_arms=2) == ""
 
 
 def test_too_few_gpus_for_the_arms_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
