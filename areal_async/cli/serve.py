@@ -40,7 +40,9 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.export is not None:
         from areal_async.serving.export import export  # imported here: pyarrow takes a while
 
-        num_rows = export(directory, arguments.export, form=arguments.form)
+        num_rows, damaged = export(directory, arguments.export, form=arguments.form)
+        for path, num_lines in damaged.items():
+            say(f"{num_lines} damaged lines left out of {path}")
         say(f"{num_rows} {arguments.form} written to {arguments.export}")
         return 0
     if arguments.new_key is not None:

@@ -5,6 +5,7 @@ conversation that had answers of different rewards: the best and the worst, as `
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,8 +17,17 @@ import pyarrow.parquet as pq
 
 from areal_async.errors import UserError
 from areal_async.monitor.output import replacing
-from areal_async.process.json_lines import json_lines
-from areal_async.serving.records import ANSWERS, FEEDBACK, MAX_RATING, MIN_RATING, Answer, FeedbackLine, files_of
+from areal_async.serving.records import (
+    ANSWERS,
+    FEEDBACK,
+    MAX_RATING,
+    MIN_RATING,
+    Answer,
+    FeedbackLine,
+    Line,
+    files_of,
+    lines_in,
+)
 
 FORMS = ("answers", "pairs")
 SUFFIXES = (".jsonl", ".parquet")
@@ -26,10 +36,10 @@ NUM_ROWS_AT_ONCE = 1000
 Row = dict[str, Any]
 
 
-def export(directory: Path, path: Path, *, form: str) -> int:
-    """Write what a folder has recorded; return how many rows there are.
+def export(directory: Path, path: Path, *, form: str) -> tuple[int, dict[Path, int]]:
+    """Write what a folder has recorded; return how many rows there are, and of damaged lines how many in which file.
 
-    The file appears whole or not at all. Lines that a crash cut short are left out.
+    The file appears whole or not at all. Damaged lines are left out, and so are those that a crash cut short.
 
     Raises:
         UserError: it cannot be written, or its name ends in none of ``SUFFIXES``.
@@ -38,19 +48,27 @@ def export(directory: Path, path: Path, *, form: str) -> int:
         raise UserError(f"--export: got {path}, need a name that ends in {' or '.join(SUFFIXES)}")
     if not files_of(directory, ANSWERS):
         raise UserError(f"--export: got {directory}, which has no answers; serve some first")
-    rows = read_answers(directory) if form == "answers" else pairs_of(read_answers(directory))
+    damaged: list[Path] = []
+    answers = read_answers(directory, damaged)
+    rows = answers if form == "answers" else pairs_of(answers)
     with replacing("--export", path) as temporary:
-        return _write_lines(temporary, rows) if path.suffix == ".jsonl" else _write_parquet(temporary, rows, form)
+        is_text = path.suffix == ".jsonl"
+        num_rows = _write_lines(temporary, rows) if is_text else _write_parquet(temporary, rows, form)
+    return num_rows, Counter(damaged)
 
 
-def read_answers(directory: Path) -> Iterator[Row]:
+def read_answers(directory: Path, damaged: list[Path] | None = None) -> Iterator[Row]:
     """Yield every recorded answer, oldest first, with ``reward``, ``rating`` and ``comment``, None where there is none.
 
     Of several feedbacks on one answer the newest word counts, for each of the three. An answer that has a rating and no
     reward gets 0 for the lowest rating to 1 for the highest.
+
+    Args:
+        damaged: takes the file of each line that is damaged, which is left out.
     """
-    said = _feedback(directory)
-    for line in _lines(directory, ANSWERS, Answer):
+    damaged = [] if damaged is None else damaged
+    said = _feedback(directory, damaged)
+    for line in _lines(directory, ANSWERS, Answer, damaged):
         row = msgspec.structs.asdict(line)
         row |= {"reward": None, "rating": None, "comment": None} | said.get((line.id, line.choice), {})
         if row["reward"] is None and row["rating"] is not None:
@@ -82,18 +100,17 @@ def pairs_of(answers: Iterator[Row]) -> Iterator[Row]:
             }
 
 
-def _feedback(directory: Path) -> dict[tuple[str, int], Row]:
+def _feedback(directory: Path, damaged: list[Path]) -> dict[tuple[str, int], Row]:
     said: dict[tuple[str, int], Row] = {}
-    for line in sorted(_lines(directory, FEEDBACK, FeedbackLine), key=lambda one: one.at):
+    for line in sorted(_lines(directory, FEEDBACK, FeedbackLine, damaged), key=lambda one: one.at):
         words = {name: getattr(line, name) for name in ("reward", "rating", "comment")}
         said.setdefault((line.id, line.choice), {}).update({k: v for k, v in words.items() if v is not None})
     return said
 
 
-def _lines(directory: Path, name: str, kind: type[Any]) -> Iterator[Any]:
+def _lines(directory: Path, name: str, kind: type[Line], damaged: list[Path]) -> Iterator[Line]:
     for path in files_of(directory, name):
-        for line in json_lines(path):
-            yield msgspec.convert(line, kind)
+        yield from lines_in(path, kind, damaged)
 
 
 def _write_lines(path: Path, rows: Iterator[Row]) -> int:

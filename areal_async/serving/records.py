@@ -8,11 +8,11 @@ what a client calls its users. Lines are written within a moment of their answer
 import asyncio
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Annotated, Self
+from typing import IO, Annotated, Self, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -35,6 +35,8 @@ MAX_COMMENT = 4096
 MIN_RATING, MAX_RATING = 1, 5
 
 AnswerId = Annotated[str, msgspec.Meta(pattern=r"\A(chatcmpl-|resp_|msg_)[0-9a-f]{24}\Z")]
+
+Line = TypeVar("Line", bound=msgspec.Struct)
 
 log = structlog.get_logger()
 _encoder = msgspec.json.Encoder()
@@ -231,6 +233,25 @@ class Recorder:
     def _leave_out(self, num_lines: int, cause: str) -> None:
         self.num_left_out += num_lines
         log.warning("serve.records_left_out", num_lines=num_lines, cause=cause)
+
+
+def lines_in(path: Path, kind: type[Line], damaged: list[Path]) -> Iterator[Line]:
+    """Yield the lines of a file, longer than memory or not; note the file once for each that is damaged.
+
+    A last line without its end is none: who writes it was killed, or is at it. Nor is a file that others have removed.
+    """
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        while data := file.readline(MAX_LINE_BYTES):
+            if not data.endswith(b"\n"):
+                if len(data) < MAX_LINE_BYTES:
+                    return
+                while data and not data.endswith(b"\n"):
+                    data = file.readline(MAX_LINE_BYTES)
+                data = b""
+            try:
+                yield msgspec.json.decode(data, type=kind)
+            except (msgspec.MsgspecError, RecursionError, UnicodeError):
+                damaged.append(path)
 
 
 def files_of(folder: Path, name: str) -> list[Path]:

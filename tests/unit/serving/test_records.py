@@ -138,6 +138,25 @@ async def test_a_line_that_a_crash_has_cut_is_left_out(tmp_path: Path) -> None:
     assert [row["id"] for row in read_answers(tmp_path)] == ["msg_1", "msg_3"]
 
 
+async def test_damaged_lines_are_counted_and_the_rest_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long one is: it is not read at once."""
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 2000)
+    await record(tmp_path, answer("msg_1"), answer("msg_2"), feedback("msg_2", reward=0.5))
+    (path,) = files_of(tmp_path, ANSWERS)
+    first, second = path.read_bytes().splitlines()
+    damaged = [b"\0" * 30, b"[" * 1500, b"x" * 9000, b'{"id": 1}', b"", first.replace(b"1-2", b"\xff")]
+    path.write_bytes(b"\n".join([first, *damaged, second, b"x" * 9000]))
+    (said,) = files_of(tmp_path, FEEDBACK)
+    said.write_bytes(b"{}\n" + said.read_bytes())
+
+    num_rows, num_damaged = export(tmp_path, tmp_path / "all.jsonl", form="answers")
+
+    assert (num_rows, num_damaged) == (2, {path: len(damaged) + 1, said: 1})
+    assert [(row["id"], row["reward"]) for row in read_answers(tmp_path)] == [("msg_1", None), ("msg_2", 0.5)]
+
+
 async def test_the_newest_word_of_each_kind_counts(tmp_path: Path) -> None:
     await record(
         tmp_path,
@@ -201,7 +220,7 @@ async def test_tables_are_loaded_by_datasets_with_columns_for_training_and_compa
     loaded = {}
     for form in ("answers", "pairs"):
         path = tmp_path / f"{form}{suffix}"
-        assert export(tmp_path / "served", path, form=form) == {"answers": 3, "pairs": 1}[form]
+        assert export(tmp_path / "served", path, form=form) == ({"answers": 3, "pairs": 1}[form], {})
         loaded[form] = datasets.load_dataset(kind, data_files=str(path), split="train", cache_dir=str(tmp_path))
 
     assert loaded["answers"]["reward"] == [1.0, None, 0.0]
