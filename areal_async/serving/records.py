@@ -152,9 +152,13 @@ class LineFiles:
         self._make_room()
         at = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
         path = self._folder / f"{self._name}-{at}-{secrets.token_hex(3)}.jsonl"
-        self._file, self._num_bytes = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"), 0
-        try_lock(self._file)  # others leave it alone while it grows
-        return self._file
+        file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+        # Others leave it alone while it grows; who was faster to lock it takes it away.
+        if not try_lock(file) or not path.exists():
+            file.close()
+            return self._open()
+        self._file, self._num_bytes = file, 0
+        return file
 
     def _make_room(self) -> None:
         """Remove the oldest, until another whole file has room."""

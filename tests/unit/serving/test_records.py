@@ -1,7 +1,7 @@
 """What is recorded is bounded, survives a crash but for a line, and is a table for whoever trains or compares."""
 
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import datasets
 import pytest
@@ -87,6 +87,28 @@ def test_a_file_that_grows_is_left_by_other_processes(tmp_path: Path) -> None:
         files.close()
 
     assert sorted(path.read_bytes()[:1] for path in files_of(tmp_path, ANSWERS)) == [b"x", b"z"]
+
+
+def test_a_file_that_another_process_takes_for_an_old_one_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has been made and is not locked yet."""
+    files, others = LineFiles(tmp_path, ANSWERS, file_bytes=100, max_bytes=200), []
+
+    def try_later(file: IO[bytes]) -> bool:
+        if not others:
+            (path,) = files_of(tmp_path, ANSWERS)
+            others.append(path.open("rb"))
+            assert try_lock(others[0])
+            path.unlink()
+        return try_lock(file)
+
+    monkeypatch.setattr(records, "try_lock", try_later)
+    files.write([b"x\n"])
+    files.close()
+    others[0].close()
+
+    assert [path.read_bytes() for path in files_of(tmp_path, ANSWERS)] == [b"x\n"]
 
 
 def test_after_a_full_disk_lines_begin_another_file(tmp_path: Path) -> None:
