@@ -14,6 +14,7 @@ import structlog
 
 from areal_async.bus.private import read_private, write_private
 from areal_async.errors import UserError
+from areal_async.process.file_locks import try_lock
 
 NUM_KEY_BYTES = 32
 MIN_KEY_CHARACTERS = 16
@@ -70,19 +71,21 @@ def add_key(path: Path, name: str) -> str:
     """Make a key, add it to the file, made when missing, and return it: nobody can read it there.
 
     Raises:
-        UserError: the name is taken or none, or the file is open to others.
+        UserError: the name is taken or none, the file is open to others, or another process adds one now.
     """
     if not _is_name(name):
         raise UserError(f"key: got the name {name[:70]!r}, need 1 to 64 of letters, digits, . _ and -")
-    lines = b""
-    if path.exists():
-        if name in _read(path):
-            raise UserError(f"key: {path} has one called {name} already, need another name; or take that line out")
-        lines = read_private(path, what="serve.keys").rstrip(b"\n") + b"\n"
-    else:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    key = f"sk-{secrets.token_urlsafe(NUM_KEY_BYTES)}"
-    write_private(path, lines + f"{name} {HASHED}{sha256(key.encode()).hexdigest()}\n".encode())
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("a") as lock:
+        if not try_lock(lock):
+            raise UserError(f"key: another process adds one to {path} at this moment; try again")
+        lines = b""
+        if path.exists():
+            if name in _read(path):
+                raise UserError(f"key: {path} has one called {name} already, need another name; or take that line out")
+            lines = read_private(path, what="serve.keys").rstrip(b"\n") + b"\n"
+        key = f"sk-{secrets.token_urlsafe(NUM_KEY_BYTES)}"
+        write_private(path, lines + f"{name} {HASHED}{sha256(key.encode()).hexdigest()}\n".encode())
     return key
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_async.errors import UserError
+from areal_async.process.file_locks import try_lock
 from areal_async.serving.keys import MAX_KEYS, Keyring, add_key
 
 LONG = "sk-0123456789abcdef"
@@ -32,6 +33,18 @@ def test_a_key_that_is_made_is_known_by_its_name_and_stands_nowhere(tmp_path: Pa
         add_key(path, "ann")
     with pytest.raises(UserError, match="got the name 'a b'"):
         add_key(path, "a b")
+
+
+def test_of_two_who_add_a_key_at_once_one_is_told_to_come_again(tmp_path: Path) -> None:
+    """Else the second would write the file without the first one's key."""
+    add_key(tmp_path / "keys", "ann")
+    with (tmp_path / "keys.lock").open() as lock:
+        assert try_lock(lock)
+        with pytest.raises(UserError, match="another process adds one to .* at this moment; try again"):
+            add_key(tmp_path / "keys", "ben")
+
+    key = add_key(tmp_path / "keys", "ben")
+    assert Keyring(tmp_path / "keys").name_of(key) == "ben"
 
 
 def test_keys_of_ones_own_are_taken(tmp_path: Path) -> None:
