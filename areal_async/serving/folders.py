@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -48,6 +49,9 @@ class Versions(Protocol):
             UserError: it cannot be had.
         """
 
+    async def tidy(self) -> None:
+        """Remove what nobody holds and nobody is likely to want."""
+
 
 class OneModel:
     """A model without a run: one version, called like its folder."""
@@ -64,6 +68,9 @@ class OneModel:
     async def held(self, version: str) -> AsyncIterator[Path]:
         """Give its folder."""
         yield Path(self._path)
+
+    async def tidy(self) -> None:
+        """Leave it."""
 
 
 class RunVersions:
@@ -90,9 +97,13 @@ class RunVersions:
                     await self._export(version, folder)
                 leases.enter_context(held(folder, LEASE))
             yield folder
+        await self.tidy()
+
+    async def tidy(self) -> None:
+        """Remove the folders that nobody serves, but for one: what was ended at once has left its own behind."""
         try:
             async with self._locked():
-                await anyio.to_thread.run_sync(self._tidy)
+                await anyio.to_thread.run_sync(partial(keep_newest, self._exported, 1, lease=LEASE))
         except OSError as exc:  # who leaves next tries again
             log.warning("serve.not_tidied", cause=str(exc))
 
@@ -104,9 +115,6 @@ class RunVersions:
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
             raise UserError(f"version {version}: cannot be exported: {escaped(said[-1])[:MAX_CAUSE]}")
-
-    def _tidy(self) -> None:
-        keep_newest(self._exported, 1, lease=LEASE)
 
     @asynccontextmanager
     async def _locked(self) -> AsyncIterator[None]:

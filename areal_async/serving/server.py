@@ -89,6 +89,7 @@ async def serve(
                 tell(f"serving at http://{settings.serve.host}:{bound.getsockname()[1]}/v1")
                 for arm in arms:
                     tasks.start_soon(arm.run)
+                tasks.start_soon(versions.tidy)
                 tasks.start_soon(_follow_keys, keyring, settings.serve.follow_s)
                 await ending.wait()
                 await _finish(app, settings.serve.shutdown_deadline_s, tell)

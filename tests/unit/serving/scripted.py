@@ -125,6 +125,9 @@ class Stage:
         finally:
             self.held_folders.remove(version)
 
+    async def tidy(self) -> None:
+        """There is nothing to remove."""
+
     def voice(self, version: str) -> Voice:
         return self.voices.setdefault(version, Voice(version))
 

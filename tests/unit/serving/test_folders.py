@@ -48,6 +48,14 @@ async def test_what_is_served_stays_and_of_the_others_the_newest_does(run: Path)
     assert there(run / "checkpoints") == ["1-3"]
 
 
+async def test_what_was_left_behind_goes_at_the_next_start(run: Path) -> None:
+    """Who is ended while the servers of an old version drain removes nothing."""
+    async with versions(run).held("1-1"):
+        await versions(run).tidy()
+
+        assert there(run / "served" / "models") == ["1-1", "1-3"]
+
+
 async def test_of_two_who_serve_a_version_both_have_it_to_their_ends(run: Path) -> None:
     async with versions(run).held("1-1"):
         async with versions(run).held("1-1"):
