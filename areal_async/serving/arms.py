@@ -141,6 +141,11 @@ class Arm:
         """Say whether its servers run or could be started now: it may be another one that is meant when they can."""
         return version in self._alive or not self._place.is_beside or not self._place.free.empty()
 
+    def _tell_new(self, version: str, what: str) -> None:
+        """Tell what is done about a version; not again where it has failed before and is tried anew."""
+        if version != self._failed:
+            self._place.tell(f"{self.name}: version {version}: {what}")
+
     def _note_failure(self, cause: str) -> None:
         if cause != self._told:
             self._told = cause
@@ -161,8 +166,10 @@ class Arm:
     async def _run_fleet(self, version: str, number: int, *, task_status: anyio.abc.TaskStatus[ServedVersion]) -> None:
         place = self._place
         place.num_started += 1
+        self._tell_new(version, "its weights are made ready")
         try:
             async with place.versions.held(version) as folder:
+                self._tell_new(version, f"its servers start, with logs in {place.log_directory}")
                 served = place.kind(
                     version,
                     folder,
@@ -196,7 +203,9 @@ class Arm:
         served = self._served
         assert served is not None
         async with AsyncExitStack() as lease:
+            self._tell_new(wanted, "its weights are made ready")
             folder = await lease.enter_async_context(self._place.versions.held(wanted))
+            self._tell_new(wanted, "its weights are loaded once the answers that have begun are over")
             self._is_open = False
             try:
                 await served.wait_idle()

@@ -188,6 +188,18 @@ async def test_a_disk_that_fails_leaves_the_version_and_is_looked_at_again(tmp_p
         await wait_for(arm, "1-2")
 
 
+async def test_what_is_done_before_a_version_answers_is_told(tmp_path: Path) -> None:
+    stage = Stage({"champion": "1-1"})
+    async with followed(stage, tmp_path):
+        pass
+
+    assert [text.partition(",")[0] for text in stage.told] == [
+        "champion: version 1-1: its weights are made ready",
+        "champion: version 1-1: its servers start",
+        "champion: version 1-1 answers",
+    ]
+
+
 async def test_a_name_that_means_nothing_ends_the_start(tmp_path: Path) -> None:
     async with anyio.create_task_group() as tasks:
         arm = Arm(Share("none", 1.0), place_of(Stage({}), settings_of(), tmp_path), tasks)
