@@ -6,6 +6,7 @@ answered, or ends in one error in the words of its API.
 """
 
 import asyncio
+import re
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_async.config.settings import Settings
 from areal_async.process.bell import Bell
+from areal_async.process.plain_text import escaped
 from areal_async.protocol.events import now
+from areal_async.protocol.fields import MAX_REWARD
 from areal_async.rollout.endpoint.admission import AdmissionLimits, BodyBudget, announced_bytes, read_body
 from areal_async.rollout.endpoint.calls import ApiExchange
 from areal_async.rollout.endpoint.http import (
@@ -48,7 +51,17 @@ from areal_async.rollout.user_code.boundary import attributed_to
 from areal_async.serving.answers import Asked, Origin, is_of_one_version, lines_of, read_asked
 from areal_async.serving.arms import Arm
 from areal_async.serving.keys import Keyring
-from areal_async.serving.records import ANSWERS, FEEDBACK, Feedback, FeedbackLine, Recorder
+from areal_async.serving.records import (
+    ANSWERS,
+    FEEDBACK,
+    MAX_CHOICE,
+    MAX_COMMENT,
+    MAX_RATING,
+    MIN_RATING,
+    Feedback,
+    FeedbackLine,
+    Recorder,
+)
 from areal_async.serving.served_version import ServedVersion
 from areal_async.serving.split import Share, choose, session_id
 from areal_async.telemetry import tracing
@@ -70,6 +83,17 @@ MAX_KNOWN = 1 << 16
 """Answers whose feedback is known to be of one."""
 RETRIED = ("busy", "too_slow", "unavailable")
 """Refusals after which a client does well to come again."""
+
+MAX_CAUSE = 200
+_NEED = {
+    "$": "an object with the id of an answer, and a reward, a rating or a comment",
+    "id": "the id of an answer, as its body and its header x-request-id have it",
+    "choice": f"a whole number from 0 to {MAX_CHOICE}",
+    "reward": f"a number from {-MAX_REWARD:.0f} to {MAX_REWARD:.0f}",
+    "rating": f"a whole number from {MIN_RATING} to {MAX_RATING}",
+    "comment": f"1 to {MAX_COMMENT} characters",
+}
+"""Field of feedback, or ``$`` for all of it -> what it is to be."""
 
 log = structlog.get_logger()
 
@@ -380,11 +404,25 @@ class _Answer:
 def _read_feedback(body: bytes) -> Feedback:
     try:
         given = msgspec.json.decode(body, type=Feedback)
+    except msgspec.ValidationError as exc:
+        raise Refusal("bad_request", f"feedback: {_plain_cause(str(exc))}") from exc
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as exc:
-        raise Refusal("bad_request", f"feedback: {exc}") from exc
+        raise Refusal("bad_request", f"feedback: got what is no JSON object, need {_NEED['$']}") from exc
     if given.reward is None and given.rating is None and given.comment is None:
         raise Refusal("bad_request", "feedback: got an id alone, need a reward, a rating from 1 to 5 or a comment")
     return given
+
+
+def _plain_cause(cause: str) -> str:
+    """Say what feedback needs, by what msgspec says of it: ``Expected `int` <= 5 - at `$.rating```."""
+    path = cause.rpartition("`$.")[2].rstrip("`") if "`$." in cause else ""
+    if path in _NEED:
+        return f"{path}: need {_NEED[path]}"
+    if unknown := re.search(r"unknown field `(.*)`", cause):
+        return f"got the field {escaped(unknown[1])[:MAX_CAUSE]!r}, need no other than {', '.join(list(_NEED)[1:])}"
+    if "missing required field" in cause:
+        return f"got no id, need {_NEED['id']}"
+    return f"need {_NEED['$']}"
 
 
 async def _reply(value: Mapping[str, Any], request: HttpRequest) -> None:

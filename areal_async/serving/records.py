@@ -33,6 +33,7 @@ CLOSE_DEADLINE_S = 10.0
 """For the last lines to be written."""
 MAX_COMMENT = 4096
 MIN_RATING, MAX_RATING = 1, 5
+MAX_CHOICE = 63
 
 AnswerId = Annotated[str, msgspec.Meta(pattern=r"\A(chatcmpl-|resp_|msg_)[0-9a-f]{24}\Z")]
 
@@ -89,7 +90,7 @@ class Feedback(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What somebody says of an answer. One of the last three is there at least."""
 
     id: AnswerId
-    choice: Annotated[int, msgspec.Meta(ge=0, lt=64)] = 0
+    choice: Annotated[int, msgspec.Meta(ge=0, le=MAX_CHOICE)] = 0
     reward: Annotated[float, msgspec.Meta(ge=-MAX_REWARD, le=MAX_REWARD)] | None = None
     rating: Annotated[int, msgspec.Meta(ge=MIN_RATING, le=MAX_RATING)] | None = None
     comment: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_COMMENT)] | None = None
