@@ -135,8 +135,8 @@ class ServeApp:
         self._limits = limits
         self._feedback_limits = AdmissionLimits(max_body_bytes=MAX_FEEDBACK_BYTES)
         self._unsupported = Unsupported(settings.endpoint.on_unsupported)
-        self._known: dict[str, None] = {}
-        """Newest answers, oldest first."""
+        self._known: dict[str, str] = {}
+        """Newest answers, oldest first, with the names of their clients' keys."""
         self._changed = Bell()
         self._tasks: set[asyncio.Task[None]] = set()
         self.metrics: ASGIApp | None = None
@@ -316,7 +316,7 @@ class ServeApp:
             log.error("serve.mixed_versions", id=exchange.id, version=served.version)
         if not exchange.replies:
             return
-        self._known[exchange.id] = None
+        self._known[exchange.id] = origin.key
         if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
         record = self._settings.serve.record
@@ -338,7 +338,7 @@ class ServeApp:
         values = msgspec.structs.asdict(given)
         self._recorder.note(FEEDBACK, FeedbackLine(**values, at=now(), key=key))
         self.counts.num_feedback += 1
-        await _reply({"id": given.id, "object": "feedback", "is_known": given.id in self._known}, request)
+        await _reply({"id": given.id, "object": "feedback", "is_known": self._known.get(given.id) == key}, request)
 
     # Refusals
 

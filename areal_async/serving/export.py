@@ -60,6 +60,7 @@ def export(directory: Path, path: Path, *, form: str) -> tuple[int, dict[Path, i
 def read_answers(directory: Path, damaged: list[Path] | None = None) -> Iterator[Row]:
     """Yield every recorded answer, oldest first, with ``reward``, ``rating`` and ``comment``, None where there is none.
 
+    What counts is what the answer's own key has said: whoever has come by its id has not been given the answer.
     Of several feedbacks on one answer the newest word counts, for each of the three. An answer that has a rating and no
     reward gets 0 for the lowest rating to 1 for the highest.
 
@@ -70,7 +71,7 @@ def read_answers(directory: Path, damaged: list[Path] | None = None) -> Iterator
     said = _feedback(directory, damaged)
     for line in _lines(directory, ANSWERS, Answer, damaged):
         row = msgspec.structs.asdict(line)
-        row |= {"reward": None, "rating": None, "comment": None} | said.get((line.id, line.choice), {})
+        row |= {"reward": None, "rating": None, "comment": None} | said.get((line.id, line.choice, line.key), {})
         if row["reward"] is None and row["rating"] is not None:
             row["reward"] = (row["rating"] - MIN_RATING) / (MAX_RATING - MIN_RATING)
         yield row
@@ -100,11 +101,11 @@ def pairs_of(answers: Iterator[Row]) -> Iterator[Row]:
             }
 
 
-def _feedback(directory: Path, damaged: list[Path]) -> dict[tuple[str, int], Row]:
-    said: dict[tuple[str, int], Row] = {}
+def _feedback(directory: Path, damaged: list[Path]) -> dict[tuple[str, int, str], Row]:
+    said: dict[tuple[str, int, str], Row] = {}
     for line in sorted(_lines(directory, FEEDBACK, FeedbackLine, damaged), key=lambda one: one.at):
         words = {name: getattr(line, name) for name in ("reward", "rating", "comment")}
-        said.setdefault((line.id, line.choice), {}).update({k: v for k, v in words.items() if v is not None})
+        said.setdefault((line.id, line.choice, line.key), {}).update({k: v for k, v in words.items() if v is not None})
     return said
 
 

@@ -206,8 +206,10 @@ async def test_feedback_joins_its_answer(tmp_path: Path) -> None:
             {"id": f"chatcmpl-{'0' * 24}", "reward": 1},
         ]
         said = [(await endpoint.http.post("/v1/feedback", json=one)).json() for one in given]
+        of_ben = {"authorization": f"Bearer {KEY_OF_BEN}"}
+        said.append((await endpoint.http.post("/v1/feedback", json=given[0] | {"reward": 9}, headers=of_ben)).json())
 
-    assert [one["is_known"] for one in said] == [True, True, False]
+    assert [one["is_known"] for one in said] == [True, True, False, False], "the last is somebody else's"
     assert [(row["reward"], row["rating"], row["comment"]) for row in recorded(tmp_path)] == [
         (0.25, None, "meh"), (1.0, 5, None),
     ]  # fmt: skip

@@ -30,8 +30,8 @@ def answer(id: str = "msg_1", **fields: Any) -> Answer:
 
 
 def feedback(id: str = "msg_1", at: int = 0, **said: Any) -> FeedbackLine:
-    usual: dict[str, Any] = {"choice": 0, "reward": None, "rating": None, "comment": None}
-    return FeedbackLine(id=id, at=f"2026-01-01T00:00:0{at}", key="ann", **usual | said)
+    usual: dict[str, Any] = {"key": "ann", "choice": 0, "reward": None, "rating": None, "comment": None}
+    return FeedbackLine(id=id, at=f"2026-01-01T00:00:0{at}", **usual | said)
 
 
 async def record(directory: Path, *lines: Answer | FeedbackLine, **settings: Any) -> Recorder:
@@ -192,6 +192,7 @@ async def test_the_newest_word_of_each_kind_counts(tmp_path: Path) -> None:
         feedback("msg_1", choice=1, rating=4),
         feedback("msg_2", comment="well"),
         feedback("msg_9", reward=1.0),
+        feedback("msg_3", reward=9.0, key="ben"),
     )
 
     rows = [(row["id"], row["choice"], row["reward"], row["rating"], row["comment"]) for row in read_answers(tmp_path)]
