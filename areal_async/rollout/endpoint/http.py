@@ -4,6 +4,7 @@ Invariant: an answer that has begun comes to its end or is cut off, which its cl
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from areal_async.rollout.policy.offload import run_beside
 
 LONG_BODY_BYTES = 256 << 10
 """A longer body is read beside the loop."""
+_versions = re.compile("/*(?:v1/)*").match  # at once: anybody may send a path of thousands
 _ANTHROPIC_HEADERS = ("anthropic-version", "x-api-key")
 
 ErrorWriter = Callable[[Refusal], ErrorAnswer]
@@ -151,10 +153,9 @@ async def parse_body(api: PostRoute, body: bytes, session: Session) -> ApiExchan
 
 def without_version(path: str) -> str:
     """Return an API's path; both SDKs are content with one base URL, with ``/v1`` and without."""
-    path = path.lstrip("/")
-    while path.startswith("v1/"):
-        path = path.removeprefix("v1/")
-    return path.strip("/")
+    found = _versions(path)
+    assert found is not None
+    return path[found.end() :].strip("/")
 
 
 def key_of(scope: Scope) -> str:
