@@ -140,9 +140,14 @@ class RunDirectory:
         """Remove all that earlier starts left. Call with the lock held.
 
         Raises:
-            UserError: there are files, but no run that could have left them.
+            UserError: there are files, but no run that could have left them; or answers that users were given.
         """
         items = self._items()
+        if any(any((self.path / "served").glob(f"{name}-*.jsonl")) for name in ("answers", "feedback")):
+            raise UserError(
+                f"run --fresh: got {self.path / 'served'} with recorded answers or feedback of users, which it would "
+                "remove; move that folder elsewhere first, or remove it"
+            )
         if items and items != [self.logs] and not self.exists:
             raise UserError(f"{self.path}: holds files but no run; remove it yourself, or choose another --run.name")
         for item in items:

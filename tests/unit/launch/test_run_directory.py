@@ -171,6 +171,22 @@ def test_clear_leaves_a_directory_that_no_run_made(directory: RunDirectory) -> N
     assert (directory.path / "thesis.tex").exists()
 
 
+@pytest.mark.parametrize("name", ["answers-1.jsonl", "feedback-1.jsonl"])
+def test_clear_leaves_what_users_were_answered(name: str, directory: RunDirectory) -> None:
+    with directory.locked("a"):
+        directory.write_settings(_settings())
+        (directory.path / "served").mkdir()
+        (directory.path / "served" / name).touch()
+
+        with pytest.raises(UserError, match="with recorded answers or feedback of users"):
+            directory.clear()
+        assert directory.exists
+        (directory.path / "served" / name).rename(directory.path.parent / name)
+        directory.clear()
+
+    assert not directory.exists
+
+
 def _start_in_vain(directory: RunDirectory, error: BaseException) -> None:
     with directory.locked("a"), directory.first_start():
         directory.write_settings(_settings())
