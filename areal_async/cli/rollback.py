@@ -16,6 +16,8 @@ from areal_async.launch.run import visit
 from areal_async.launch.run_directory import find_run
 from areal_async.process.stdio import say
 from areal_async.protocol.journal import Journal, without_slots
+from areal_async.protocol.run_state import Control, Rollback
+from areal_async.protocol.subjects import CONTROL, ROLLBACK
 from areal_async.protocol.types import Cut, Outcome, Version
 from areal_async.telemetry import log
 from areal_async.trainer.engine.digests import damage
@@ -32,9 +34,15 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         async with visit(directory) as (settings, bus):
             version = await _whole(settings, await _journal(bus), arguments.to)
             name = settings.run.name
+            before, _ = await bus.get(ROLLBACK, Rollback)
+            if before is not None and before.is_due:
+                say(f"run {name}: this order replaces that of {before.by or 'an operator'}, to {before.version}")
             if directory.is_live:
                 await give(directory, bus, ORDER, {"version": str(version), "by": by, "reason": reason})
                 say(f"run {name}: the trainer is started anew, and goes on from {version} as a new lineage")
+                control, _ = await bus.get(CONTROL, Control)
+                if control is not None and control.is_paused:
+                    say(f"run {name}: is paused, and admits nothing before it is resumed")
             else:
                 await go_back(bus, settings, version, by=by, reason=reason)
                 say(f"run {name}: its next start, run {name}, goes on from {version} as a new lineage")

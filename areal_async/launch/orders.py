@@ -7,6 +7,7 @@ import msgspec
 from areal_async.bus import Bus
 from areal_async.launch.backend import Backend
 from areal_async.launch.supervisor import Notify, ProcessGroup, RunSupervisor
+from areal_async.process.plain_text import escaped
 from areal_async.protocol.run_state import Control, OrderedHosts, Rollback
 from areal_async.protocol.subjects import CONTROL, HOSTS, ROLLBACK
 
@@ -61,6 +62,15 @@ def goes_back(order: Rollback) -> str:
     """Say what an order has a run do."""
     why = f": {order.reason}" if order.reason else ""
     return f"goes back to {order.version}, as {order.by or 'an operator'} has ordered{why}"
+
+
+def pending_rollback(order: Rollback | None, run: str, *, is_live: bool) -> str:
+    """Say that an order to go back is not carried out yet, and what does so; empty where none is due."""
+    if order is None or not order.is_due:
+        return ""
+    does = "the trainer that begins next does it" if is_live else f"the run's next start does it, run {run}"
+    who = escaped(", ".join(filter(None, (order.by, order.at, order.reason.replace("\n", " ")))))
+    return f"rollback to {order.version} is ordered ({who}) and not carried out: {does}; a newer order replaces it"
 
 
 class NodesOfHosts:

@@ -17,6 +17,7 @@ from areal_async.config.settings import Settings
 from areal_async.errors import BusError, UnreachableError, WireError, leaves_of
 from areal_async.inference.pool import STARTING
 from areal_async.launch.lost import state_of as state_of_stream
+from areal_async.launch.orders import pending_rollback
 from areal_async.launch.run import EMBEDDED, read_settings_of, visit
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.monitor.durations import duration_text, seconds_since
@@ -26,8 +27,8 @@ from areal_async.monitor.token_text import visible
 from areal_async.monitor.view import number
 from areal_async.process.json_lines import decode_object, read_last_json_line
 from areal_async.protocol.arms import Arms, ArmState, summary
-from areal_async.protocol.run_state import LEFT, Changes, Control, CrewState, RunState, ServerState
-from areal_async.protocol.subjects import ARM_STATES, ARMS, CHANGES, CONTROL, RUN_STATE
+from areal_async.protocol.run_state import LEFT, Changes, Control, CrewState, Rollback, RunState, ServerState
+from areal_async.protocol.subjects import ARM_STATES, ARMS, CHANGES, CONTROL, ROLLBACK, RUN_STATE
 from areal_async.protocol.types import Record, Version, WeightsVersion
 from areal_async.telemetry.reports import servers_in
 from areal_async.versions import tags
@@ -182,7 +183,8 @@ async def read_snapshot(
         servers.update(await bus.entries("server.", ServerState))
         wanted: dict[str, type[Record]] = {"crew.": CrewState, names.weights_key(): WeightsVersion}
         wanted |= {ARMS: Arms, ARM_STATES: ArmState}
-        records.update(await bus.records(wanted | {RUN_STATE: RunState, CONTROL: Control, CHANGES: Changes}))
+        wanted |= {RUN_STATE: RunState, CONTROL: Control, CHANGES: Changes, ROLLBACK: Rollback}
+        records.update(await bus.records(wanted))
 
     async def ask_streams() -> None:
         streams = {
@@ -215,6 +217,7 @@ async def read_snapshot(
     state = state_of(run_state, control, members, is_live=is_live)
     if settings.bus.url == EMBEDDED or "crew.broker" in known:
         members = [broker_of(known.get("crew.broker", NO_CREW), is_live=state not in OVER), *members]
+    pending = pending_rollback(record_at(records, ROLLBACK, Rollback), names.run, is_live=state not in OVER)
     listed = [server_of(one, reports) for _, (one, _) in sorted(servers.items()) if one.reason != LEFT]
     return Status(
         run=settings.run.name,
@@ -234,7 +237,7 @@ async def read_snapshot(
         shares=dict(books.get("shares", {})),
         arms=arms_of(records, reports),
         events=events,
-        notes=[*notes_of(state, members, listed), *alarm_notes(reports)],
+        notes=[*notes_of(state, members, listed), *alarm_notes(reports), *([pending] if pending else [])],
     )
 
 

@@ -164,7 +164,8 @@ def _event_text(event: Mapping[str, Any]) -> str:
         return f"{kind}{since}: {event['sentence']}"
     if kind == "checkpoint.damaged":
         return f"{kind}: {event.get('version')}: {event.get('reason')}; set aside, going on from {event.get('taken')}"
-    values = {key: value for key, value in event.items() if key not in ("event", "at", "teller", "is_graded")}
+    unsaid = ("event", "at", "teller", "is_graded")
+    values = {key: value for key, value in event.items() if key not in unsaid and value != ""}
     if event.get("is_graded"):
         values = {"mean_reward" if key == "accuracy" else key: value for key, value in values.items()}
     if kind.partition(".")[0] in ("role", "server"):

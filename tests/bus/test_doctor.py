@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import anyio
+import msgspec
 import pytest
 
-from areal_async.bus import Bus, EmbeddedBroker, HeldError, Role, copied_broker, declare, open_bus
+from areal_async.bus import Bus, EmbeddedBroker, HeldError, Role, copied_broker, declare, open_bus, order_rollback
 from areal_async.bus.inspection import StoreCopy
 from areal_async.config.settings import (
     BusSettings,
@@ -25,9 +26,11 @@ from areal_async.doctor import Diagnosis, examine
 from areal_async.doctor.audit import examination
 from areal_async.doctor.audit.report import PromiseVerdict, Ruling, ViolationKind
 from areal_async.errors import UserError
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.monitor.snapshot import locked, read_status
 from areal_async.protocol.publish_log import PublishLog
-from areal_async.protocol.subjects import ADMITTED
-from areal_async.protocol.types import Admitted, Outcome, OutcomeKind
+from areal_async.protocol.subjects import ADMITTED, ROLLBACK
+from areal_async.protocol.types import Admitted, Outcome, OutcomeKind, Version
 from areal_async.protocol.wire import decode_headers
 from areal_async.rollout.backpressure import Backpressure
 from areal_async.rollout.publish import Outbox
@@ -176,6 +179,26 @@ async def test_a_stored_trajectory_that_vanishes_from_a_live_run_is_named(
     assert ids(after, "P1", ViolationKind.LOST) == ["0-1-0.1.a"]
     assert after.slots["lost"] == 1
     assert not after.is_clean
+
+
+async def test_an_order_to_go_back_that_nobody_has_carried_out_is_told_with_what_does(
+    broker: EmbeddedBroker, open_role: OpenRole, settings: Settings
+) -> None:
+    operator = await open_role(Role.OPERATOR)
+    order = await order_rollback(operator, Version(1, 2), by="ann", reason="it\n\x1b[31mdiverged")
+    assert order is not None
+    diagnosis = await examine(settings, settings.run_directory, broker.url)
+
+    assert diagnosis.notes == [
+        f"rollback to 1-2 is ordered (ann, {order.at}, it \\x1b[31mdiverged) and not carried out: "
+        "the trainer that begins next does it; a newer order replaces it"
+    ]
+    status = await read_status(settings, operator, ask_live=locked(RunDirectory(settings.run_directory)))
+    assert status.notes[-1] == diagnosis.notes[0].replace(
+        "the trainer that begins next does it", "the run's next start does it, run test"
+    )
+    await operator.put(ROLLBACK, msgspec.structs.replace(order, lineage=2))
+    assert not (await examine(settings, settings.run_directory, broker.url)).notes
 
 
 async def test_what_was_settled_may_vanish(broker: EmbeddedBroker, open_role: OpenRole, settings: Settings) -> None:

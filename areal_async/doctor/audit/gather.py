@@ -17,10 +17,11 @@ from areal_async.doctor.audit.run_record import Rules, RunRecord, StoredSlot
 from areal_async.doctor.audit.versions import find_faults
 from areal_async.errors import StoredImageError, WireError
 from areal_async.launch.lost import state_of
+from areal_async.launch.orders import pending_rollback
 from areal_async.process.json_lines import read_json_lines
 from areal_async.protocol.publish_log import Receipt, decode_stamp, read_receipts
-from areal_async.protocol.run_state import RunState
-from areal_async.protocol.subjects import ADMITTED, RUN_STATE
+from areal_async.protocol.run_state import Rollback, RunState
+from areal_async.protocol.subjects import ADMITTED, ROLLBACK, RUN_STATE
 from areal_async.protocol.types import Admitted, Cut, ImageRef, Outcome, Record, Slot, SlotStatus, StoredMessage, Ticket
 from areal_async.protocol.wire import decode, decode_headers, decode_trajectory
 from areal_async.trainer.engine.digests import find_damage, set_aside_in
@@ -38,6 +39,9 @@ async def gather(bus: Bus, run_directory: Path, rules: Rules, *, is_live: bool) 
     state = await reader.get(RUN_STATE, RunState)
     evidence.is_finished = state is not None and state.state == "finished"
     names = bus.names
+    rollback = await reader.get(ROLLBACK, Rollback)
+    if pending := pending_rollback(rollback, names.run, is_live=is_live):
+        evidence.notes.append(pending)
     tickets = await reader.read(names.tickets_stream, names.all_tickets, Ticket)
     evidence.tickets = {ticket.group_id for ticket in tickets}
     evidence.num_entries_before_messages = len(await reader.read_log())
