@@ -21,7 +21,7 @@ class HealthSettings(Section):
     agree on what was sampled; ``None`` for no alarm. bfloat16 alone makes about a hundredth."""
     rollback: bool = False
     """Whether the run goes back by itself when an alarm about a step begins: to the newest checkpoint before the first
-    step that shows what is wrong, twice at the most."""
+    weights that show what is wrong, twice at the most. A third alarm ends nothing, as without it."""
     untrained_batches: int | None = Field(default=10, ge=1)
     """Groups that end without being trained between two cuts (filtered, rejected, failed, stale), in batches of
     ``rollout.batch_groups``, at which a run makes trajectories and no steps; ``None`` for no alarm."""

@@ -23,9 +23,9 @@ log = structlog.get_logger()
 
 async def go_back_before(bus: Bus, run_directory: Path, journal: Callable[[], Journal], alarm: Alarm) -> None:
     """Order that the run goes on from the newest checkpoint before what an alarm shows, unless it did so too often."""
-    version = await anyio.to_thread.run_sync(newest_before, run_directory, journal(), alarm.first_step)
+    version = await anyio.to_thread.run_sync(newest_before, run_directory, journal(), alarm.first_version)
     if version is None:
-        log.warning("rollback.not_ordered", alarm=alarm.name, reason=f"no checkpoint before step {alarm.first_step}")
+        log.warning("rollback.not_ordered", alarm=alarm.name, reason=f"no checkpoint before step {alarm.first_version}")
         return
     by = f"alarm {alarm.name}"
     try:

@@ -39,8 +39,9 @@ class Alarm:
     """The number that was seen."""
     bound: float
     """The bound that ``value`` is held against."""
-    first_step: int
-    """The first of those that show it without a break."""
+    first_version: int
+    """Step of the oldest weights that show it: those that the first of the steps in a row that do so was sampled by, or
+    began with. The step that made them may be what is wrong."""
 
 
 def alarms(lines: Sequence[Line], settings: HealthSettings) -> list[Alarm]:
@@ -57,8 +58,8 @@ def equal_rewards(lines: Sequence[Line], settings: HealthSettings) -> Alarm | No
         return None
     reward = lines[-1].get("reward_mean", 0.0)
     sentence = f"all rewards are equal for {count} steps (mean {reward:.3g}): nothing is learned"
-    first_step = int(lines[-count]["step"])
-    return Alarm(name="equal_rewards", sentence=sentence, value=count, bound=bound, first_step=first_step)
+    oldest = _start_version(lines[-count]) - int(lines[-count].get("staleness_max", 0))
+    return Alarm(name="equal_rewards", sentence=sentence, value=count, bound=bound, first_version=oldest)
 
 
 def logprob_gap(lines: Sequence[Line], settings: HealthSettings) -> Alarm | None:
@@ -70,7 +71,7 @@ def logprob_gap(lines: Sequence[Line], settings: HealthSettings) -> Alarm | None
         return None  # one that is no number is over every bound
     gap = float(line["logprob_gap_mean"])
     sentence = f"trainer and server logprobs are {gap:.3g} apart, of at most {bound:g}: they do not run the same model"
-    return Alarm(name="logprob_gap", sentence=sentence, value=gap, bound=bound, first_step=int(line["step"]))
+    return Alarm(name="logprob_gap", sentence=sentence, value=gap, bound=bound, first_version=_start_version(line))
 
 
 def skipped_updates(lines: Sequence[Line]) -> Alarm | None:
@@ -83,9 +84,14 @@ def skipped_updates(lines: Sequence[Line]) -> Alarm | None:
                 f"every {whose}update of step {line['step']} was skipped ({skipped}): loss or gradient not finite"
             )
             return Alarm(
-                name="skipped_updates", sentence=sentence, value=skipped, bound=0, first_step=int(line["step"])
+                name="skipped_updates", sentence=sentence, value=skipped, bound=0, first_version=_start_version(line)
             )
     return None
+
+
+def _start_version(line: Line) -> int:
+    """Return the step of the weights that a step begins with."""
+    return int(line["step"]) - 1
 
 
 def _is_flat(line: Line) -> bool:

@@ -146,9 +146,10 @@ async def test_an_alarm_has_the_run_go_back_before_what_it_shows_twice_at_the_mo
         orders.append((held.number, held.version, held.by))
         await trainer.compare_and_set(ROLLBACK, msgspec.structs.replace(held, lineage=2), revision)
 
-    assert orders == [(1, "1-2", "alarm equal_rewards"), (2, "1-2", "alarm equal_rewards")] + [orders[1]]
+    # Step 3, which shows it first, began with version 2.
+    assert orders == [(1, "1-1", "alarm equal_rewards"), (2, "1-1", "alarm equal_rewards")] + [orders[1]]
     lines = read_json_lines(tmp_path / "orders.jsonl")
-    assert [one["order"] for one in lines] == ["rollback to 1-2"] * 2
+    assert [one["order"] for one in lines] == ["rollback to 1-1"] * 2
 
 
 @pytest.mark.parametrize("rollback", [False, True])
@@ -156,11 +157,11 @@ async def test_an_alarm_orders_nothing_unless_asked_or_where_no_checkpoint_is_be
     open_role: OpenRole, tmp_path: Path, rollback: bool
 ) -> None:
     trainer = await open_role(Role.TRAINER)
-    make_checkpoint(tmp_path, "1-2" if rollback else "1-0")
+    make_checkpoint(tmp_path, "1-2" if rollback else "1-1")
     settings = HealthSettings(equal_rewards_steps=2, rollback=rollback)
     health = Health(settings, trainer, go_back=partial(go_back_before, trainer, tmp_path, Journal))
 
-    judged = [await health.judge(line(step, num_equal=2)) for step in (1, 2)]
+    judged = [await health.judge(line(step, num_equal=2)) for step in (3, 4)]
 
     assert judged[-1]["alarms"] == 1
     assert (await trainer.get(ROLLBACK, Rollback))[0] is None

@@ -35,14 +35,14 @@ def test_a_healthy_run_raises_nothing() -> None:
     [("fff", True), ("ff", False), ("ffo", False), ("foff", False), ("offf", True), ("fffff", True)],
 )
 def test_equal_rewards_are_told_after_as_many_steps_in_a_row(flat: str, raised: bool) -> None:
-    lines = [line(step, **(FLAT if one == "f" else {})) for step, one in enumerate(flat, start=1)]
+    lines = [line(step, staleness_max=2, **(FLAT if one == "f" else {})) for step, one in enumerate(flat, start=1)]
 
     alarm = equal_rewards(lines, SETTINGS)
 
     assert (alarm is not None) == raised
     if alarm is not None:
         assert alarm.value == flat.count("f")
-        assert alarm.first_step == flat.index("fff") + 1
+        assert alarm.first_version == flat.index("fff") - 2  # sampled two versions before the one it begins with
         assert alarm.sentence.startswith(f"all rewards are equal for {flat.count('f')} steps (mean 0.5)")
 
 
@@ -64,7 +64,7 @@ def test_a_gap_over_the_bound_is_told(gap: float, raised: bool) -> None:
     assert (alarm is not None) == raised
     if alarm is not None:
         assert (alarm.value, alarm.bound) == (pytest.approx(gap, nan_ok=True), 0.1)
-        assert alarm.first_step == 2
+        assert alarm.first_version == 1
 
 
 def test_a_step_without_current_tokens_says_nothing_of_the_gap() -> None:
@@ -80,6 +80,7 @@ def test_a_step_that_made_no_update_is_told() -> None:
     critic = skipped_updates([line(7, value_num_updates=0, value_num_skipped=1)])
 
     assert policy is not None
+    assert policy.first_version == 6
     assert policy.sentence == "every update of step 7 was skipped (2): loss or gradient not finite"
     assert critic is not None
     assert critic.sentence.startswith("every critic's update of step 7 was skipped (1)")
