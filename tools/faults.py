@@ -38,6 +38,7 @@ from tools import (
     faults_node,
     faults_power,
     faults_roles,
+    faults_versions,
     faults_watch,
     faults_wire,
 )
@@ -55,6 +56,7 @@ MODULES = (
     faults_node,
     faults_power,
     faults_roles,
+    faults_versions,
     faults_watch,
     faults_wire,
 )

@@ -38,7 +38,9 @@ def broker_pid(run: FaultRun) -> int:
     return int((run.directory / "bus" / "nats.pid").read_text())
 
 
-def _wait_broker_back(run: FaultRun, before: int) -> None:
+def wait_broker_back(run: FaultRun, before: int) -> None:
+    """Wait until another process than ``before`` is the broker."""
+
     def is_back() -> bool:
         events = run.events("launcher", "broker.restarted")
         return bool(events) and events[-1]["pid"] not in (before, 0) and broker_pid(run) == events[-1]["pid"]
@@ -55,7 +57,7 @@ def broker_kill_loop(case: Case) -> None:
         time.sleep(case.rng.uniform(1.0, 2.0))
         pid = broker_pid(run)
         send_signal(pid, signal.SIGKILL)
-        _wait_broker_back(run, pid)
+        wait_broker_back(run, pid)
         case.recovered(run.wait_for_progress())
     run.stop()
 
@@ -69,7 +71,7 @@ def broker_asked_to_end(case: Case) -> None:
         time.sleep(1.0)
         pid = broker_pid(run)
         send_signal(pid, number)
-        _wait_broker_back(run, pid)
+        wait_broker_back(run, pid)
         case.recovered(run.wait_for_progress())
     case.check(not run.events("launcher", "process.died"), "a role ended because the broker was asked to")
     run.stop()

@@ -15,7 +15,6 @@ from tools.faults_run import ENDLESS, HELD, REPOSITORY, FaultRun, send_signal
 NODE_POINTS = ("node.before_publish", "node.after_publish", "node.before_ack", "node.after_ack", "node.paused")
 TRAINER_POINTS = ("trainer.before_step", "trainer.after_step", "trainer.before_checkpoint", "trainer.during_checkpoint")
 CHECKPOINT_POINTS = ("trainer.after_checkpoint", "trainer.before_acks", "trainer.after_acks", "trainer.after_announce")
-ROLLBACK_POINTS = ("trainer.before_branch", "trainer.before_rollback_ends")
 CONTROLLER_POINTS = ("controller.before_tickets", "controller.before_cursor", "controller.after_cursor")
 SLOW_S = 25.0
 STALL_S = 5.0
@@ -105,27 +104,6 @@ def trainer_killed_before_acks(case: Case) -> None:
     point = CHECKPOINT_POINTS[(case.seed - 1) % len(CHECKPOINT_POINTS)]
     # the first settling of a lineage that starts is one with nothing to ack
     _run_past_points(case, [(point, case.rng.randint(2, 3))])
-
-
-@row("6d", "rollback of a live run: its trainer, and the next one, kill -9 as they go back", is_random=True)
-def trainer_killed_as_it_goes_back(case: Case) -> None:
-    held = case.rng.randint(8, 11)  # a checkpoint of step 6 is there, or about to be
-    kills = " ".join(f"{point}:1:kill" for point in ROLLBACK_POINTS)
-    run = case.new_run(faults=f"{HELD}:{held}:stop {kills}", trainer__keep_checkpoints=100, run__steps=16)
-    run.start()
-    run.wait_held()
-    run.order("rollback", "--to", "3")
-    case.note(f"at step {held}")
-    case.recovered(run.wait_until(lambda: _goes_on_from(run, 3) or not run.is_alive, "the lineage that went back"))
-    run.finish()
-    case.check(all(run.has_fired(point) for point in ROLLBACK_POINTS), "a fault point was never reached")
-    case.check_steps()
-
-
-def _goes_on_from(run: FaultRun, step: int) -> bool:
-    """Say whether another lineage than the first has trained the next step."""
-    lines = run.steps
-    return len(lines) > step and not lines[step]["weights_version"].startswith("1-")
 
 
 @row(

@@ -10,6 +10,7 @@ from areal_async.config.settings import Settings
 from areal_async.controller.audit import note
 from areal_async.controller.steering import TEXT, text_in
 from areal_async.errors import UserError
+from areal_async.process.failpoints import failpoint
 from areal_async.protocol.events import RunOrdered
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.run_state import Rollback
@@ -81,6 +82,7 @@ async def go_back(bus: Bus, settings: Settings, version: Version, *, by: str, re
     """Order it, and leave that on record."""
     order = await order_rollback(bus, version, by=by, reason=reason)
     assert order is not None
+    failpoint("controller.after_rollback_order")
     event = RunOrdered(order=f"{ORDER} to {version}", by=by, reason=reason)
     await note(bus, settings.run_directory, msgspec.structs.replace(event, at=order.at))
     return order
