@@ -35,13 +35,13 @@ from areal_async.monitor.trajectory_list import (
     select,
     untrained,
 )
-from areal_async.monitor.trajectory_sources import ask, ask_untrained, find_recorded, load_decoder
+from areal_async.monitor.trajectory_sources import ask, ask_untrained, find_given_up, find_recorded, load_decoder
 from areal_async.process.stdio import say
 from areal_async.protocol.fields import is_version
 from areal_async.protocol.subjects import Names
-from areal_async.protocol.types import Trajectory
+from areal_async.protocol.types import OutcomeKind, Trajectory
 from areal_async.telemetry import log
-from areal_async.trainer.output.archive_reader import ArchivedTrajectory
+from areal_async.trainer.output.archive_reader import ABANDONED, ArchivedTrajectory
 from areal_async.trainer.output.archived_images import images_pattern
 
 PIPE_WIDTH = 200
@@ -169,6 +169,9 @@ def show(directory: RunDirectory, name: str, *, with_tokens: bool, is_json: bool
     if entry is not None:
         recorded = find_recorded(directory, [entry])[entry.id]
         trajectory = recorded.trajectory
+    elif (given_up := find_given_up(directory, name)) is not None:
+        entry, recorded = given_up
+        trajectory = recorded.trajectory
     else:
         entry, trajectory = _find_untrained(directory, name)
     decoder = load_decoder(directory)
@@ -189,7 +192,8 @@ def show(directory: RunDirectory, name: str, *, with_tokens: bool, is_json: bool
 def _images_in(directory: RunDirectory, entry: Entry, recorded: ArchivedTrajectory | None) -> str:
     """Say where the images are that a trajectory shows, as a data set or as subjects."""
     if recorded is not None:
-        return str(images_pattern(directory.path, recorded.made))
+        pattern = images_pattern(directory.path, recorded.made)
+        return str(pattern if entry.state == TRAINED else pattern.parent / ABANDONED / pattern.name)
     names = Names(directory.read_settings().run.name)
     return f"the stream {names.images_stream}, subjects {names.images(entry.group, '*')}"
 
@@ -200,6 +204,8 @@ def _find_untrained(directory: RunDirectory, name: str) -> tuple[Entry, Trajecto
             found = [entry for entry in await untrained(bus) if entry.id == name]
             if not found:
                 raise UserError(f"--show: got {name}, need GROUP.SIBLING as the list has it")
+            if found[0].state == OutcomeKind.ROLLED_BACK:
+                raise UserError(f"--show: got {name}, which is a group, need one of its siblings, as {name}.0")
             if found[0].sibling is None:
                 raise UserError(f"--show {name}: its trajectories are gone; what is left: {found[0].error}")
             return found[0], await find_stored(bus, found[0])

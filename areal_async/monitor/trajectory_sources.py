@@ -12,8 +12,9 @@ from areal_async.launch.run import visit
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.monitor.token_text import Detokenizer
 from areal_async.monitor.token_views import IdDetokenizer
-from areal_async.monitor.trajectory_list import TRAINED, Entry, untrained
-from areal_async.trainer.output.archive_reader import ArchivedTrajectory, archive_files, read_recorded
+from areal_async.monitor.trajectory_list import TRAINED, Entry, entry_of, untrained
+from areal_async.protocol.types import OutcomeKind
+from areal_async.trainer.output.archive_reader import ABANDONED, ArchivedTrajectory, archive_files, read_recorded
 
 T = TypeVar("T")
 
@@ -59,6 +60,16 @@ def find_recorded(directory: RunDirectory, entries: Sequence[Entry]) -> dict[str
             if name in wanted:
                 found[name] = one
     return found
+
+
+def find_given_up(directory: RunDirectory, name: str) -> tuple[Entry, ArchivedTrajectory] | None:
+    """Find one of a batch that the run has gone back behind; the newest, where it was trained twice."""
+    for path in sorted((directory.path / "trajectories" / ABANDONED).glob("step-*.parquet"), reverse=True):
+        for one in read_recorded([path]):
+            entry = entry_of(one)
+            if entry.id == name:
+                return entry._replace(state=OutcomeKind.ROLLED_BACK, error="its cut was given up"), one
+    return None
 
 
 def load_decoder(directory: RunDirectory) -> Detokenizer:

@@ -30,7 +30,7 @@ from areal_async.protocol.types import Metrics, Version
 from areal_async.protocol.types import Sequence as TokenSequence
 from areal_async.trainer.batch.step import TrainedShard
 from areal_async.trainer.output import archived_images
-from areal_async.trainer.output.archive_reader import ABANDONED_METRICS, SLOT_COLUMNS
+from areal_async.trainer.output.archive_reader import ABANDONED, ABANDONED_METRICS, SLOT_COLUMNS
 from areal_async.trainer.packing.rows import TrainRow
 
 _FILE = re.compile(r"step-([0-9]+)-([0-9]+)-[0-9]+\.parquet").fullmatch
@@ -210,8 +210,8 @@ def _abandon(directory: Path, *, after_step: int, before_lineage: int) -> int:
         files = (match for entry in entries if (match := _FILE(entry.name)))
         theirs = [match[0] for match in files if int(match[1]) > after_step and int(match[2]) < before_lineage]
     for name in theirs:
-        (directory / "abandoned").mkdir(exist_ok=True)
-        (directory / name).rename(directory / "abandoned" / name)
+        (directory / ABANDONED).mkdir(exist_ok=True)
+        (directory / name).rename(directory / ABANDONED / name)
     return len(theirs)
 
 

@@ -31,6 +31,8 @@ from areal_async.trainer.batch.cut import ages_in
 from areal_async.trainer.output import archived_images
 
 ABANDONED_METRICS = "metrics_abandoned.jsonl"
+ABANDONED = "abandoned"
+"""Folder, beside the files of what survives, of those that a run went back behind."""
 """File beside ``metrics.jsonl``: the lines of steps that the run went back behind."""
 PARTIAL = ("turns", "temperatures", "steered")
 """Columns of the sequences that may be null, and that older archives are without."""

@@ -78,6 +78,19 @@ def test_a_run_whose_broker_cannot_be_asked_still_has_its_archive(
     assert "only what was trained is listed" in told.err
 
 
+def test_what_the_run_went_back_behind_is_shown_as_that(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_directory / "trajectories"
+    (folder / "abandoned").mkdir()
+    (folder / "step-000003-1-0.parquet").rename(folder / "abandoned" / "step-000003-1-0.parquet")
+
+    assert main(["trajectories", "--run", str(run_directory), "--show", "0-3-0.2", "--json"]) == 0
+
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["id"], shown["state"], shown["error"]) == ("0-3-0.2", "rolled_back", "its cut was given up")
+
+
 def test_of_the_newest_no_more_files_are_read_than_are_listed(run_directory: Path) -> None:
     (run_directory / "trajectories" / "step-000001-1-0.parquet").write_bytes(b"damaged")
 
