@@ -166,7 +166,7 @@ def name_of(pid: int) -> str:
     if Path(words[0]).name == "nats-server":
         return "broker"
     if "areal_async.inference.embedded" in words:
-        return "server"
+        return f"server of {Path(words[words.index('--model-path') + 1]).name}"
     if "areal_async" in words:
         verb = words[words.index("areal_async") + 1]
         return {"run": "launcher", "trainer": "trainer", "node": "node", "controller": "controller"}.get(verb, "")
@@ -187,11 +187,11 @@ def judge(name: str, points: list[tuple[int, int]], counted: range, most: float)
     """Print a process's row over the steps that are ``counted``; say whether it certainly grows by more than it may."""
     late = np.array([point for point in points if point[0] in counted], dtype=float)
     if len(late) < 3 * BLOCK:
-        print(f"{name:10}  {len(late)} samples from step {counted.start} on: too few to say")
+        print(f"{name:16}  {len(late)} samples from step {counted.start} on: too few to say")
         return False
     slope = slope_of(late)
     low, high = np.percentile(resampled(late), [2.5, 97.5])
-    print(f"{name:10} {slope:9,.0f} bytes per step ({low:,.0f} to {high:,.0f}), {late[-1, 1] / 1e6:,.0f} MB at the end")
+    print(f"{name:16} {slope:9,.0f} bytes per step ({low:,.0f} to {high:,.0f}), {late[-1, 1] / 1e6:,.0f} MB at the end")
     return bool(low > most)
 
 
