@@ -32,6 +32,7 @@ from areal_async.config.paths import is_same_function
 from areal_async.config.settings import RunSettings, Settings
 from areal_async.config.sources import Sources, load_settings, read_sources, resolve
 from areal_async.config.tasks import workflow_name
+from areal_async.environments.names import environment_name
 from areal_async.errors import PipelineError, UserError, leaves_of
 from areal_async.inference.card_share import CardShare
 from areal_async.launch.backend import Backend
@@ -59,7 +60,8 @@ KILLED_STATUS = 130
 MAX_NAME = 48
 """Characters of a run's name."""
 NOTHING = (
-    "run: got neither a workflow nor settings; name FILE.py, --config FILE.yaml, or both, or the run that is to go on"
+    "run: got neither a workflow nor settings; name FILE.py or an environment, --config FILE.yaml, or both, or the run "
+    "that is to go on"
 )
 
 
@@ -199,9 +201,12 @@ def find_config(file: str | None, config: str | None, *, has_gpu: bool) -> Path 
 
 
 def default_config(file: str, *, has_gpu: bool) -> Path:
-    """Return where the settings of a workflow would be for this kind of machine."""
-    stem = parts_of(file)[0].stem
-    return CONFIGS / (f"{stem}.yaml" if has_gpu else f"{stem}_cpu.yaml")
+    """Return where the settings of a workflow would be for this kind of machine; of an environment also for any."""
+    ending = ".yaml" if has_gpu else "_cpu.yaml"
+    if environment_name(file) is None:
+        return CONFIGS / f"{parts_of(file)[0].stem}{ending}"
+    own = CONFIGS / f"{workflow_name(file).lower()}{ending}"
+    return own if own.is_file() else CONFIGS / f"environment{ending}"
 
 
 def find_place(sources: Sources, file: str | None) -> RunSettings:
@@ -241,9 +246,9 @@ def choose_config(file: str | None, config: str | None, *, has_gpu: bool) -> Pat
     check_file(file)
     wanted = default_config(file, has_gpu=has_gpu)
     if not wanted.is_file():
-        stem, kind = parts_of(file)[0].stem, "a GPU" if has_gpu else "no GPU"
+        name, kind = workflow_name(file.partition(":")[0]), "a GPU" if has_gpu else "no GPU"
         raise UserError(
-            f"--config: no file {wanted}, the settings of {stem} where {kind} is found; name --config FILE.yaml"
+            f"--config: no file {wanted}, the settings of {name} where {kind} is found; name --config FILE.yaml"
         )
     return wanted
 
@@ -254,9 +259,13 @@ def load_run_settings(config: Path, file: str | None, overrides: Sequence[str]) 
     Raises:
         UserError: the settings are wrong, have no task, or have several of which none is this workflow.
     """
+    is_environment = file is not None and environment_name(file) is not None
+    if is_environment and not any(one.parts[0] == "tasks" for one in read_sources(config, ()).all):
+        overrides = ["--tasks.0.workflow", str(file), *overrides]  # what these say of the task is said of this one
     settings = load_settings(config, overrides)
     if file is not None and not any(is_same_function(task.workflow, file) for task in settings.tasks):
-        if len(settings.tasks) > 1:
+        # The rows of another workflow's task, and those held out, are not an environment's.
+        if len(settings.tasks) > 1 or (settings.tasks and is_environment):
             names = ", ".join(task.workflow for task in settings.tasks)
             raise UserError(
                 f"workflow: got {file}, but {config} has the tasks {names}; leave the workflow out, or take one"
@@ -278,11 +287,10 @@ def check(settings: Settings) -> None:
     loads_here = settings.launch.backend == "local"
     check_node(settings, asks_hub=loads_here)
     for index, task in enumerate(settings.tasks):
-        check_dataset(task.dataset, f"tasks.{index}.dataset", asks_hub=loads_here)
-        if task.eval.dataset is not None:
-            check_dataset(task.eval.dataset, f"tasks.{index}.eval.dataset", asks_hub=loads_here)
-    if settings.eval.dataset is not None:
-        check_dataset(settings.eval.dataset, "eval.dataset", asks_hub=loads_here)
+        check_dataset(settings.dataset_of(task), f"tasks.{index}.dataset", asks_hub=loads_here)
+    for task, dataset, _ in settings.held_out:
+        own = f"tasks.{settings.tasks.index(task)}." if task.eval.dataset is not None else ""
+        check_dataset(dataset, f"{own}eval.dataset", asks_hub=loads_here)
     for role, path in (("critic", settings.model.critic.path), ("reference", settings.model.reference.path)):
         if path is not None:
             check_model(path, f"model.{role}.path", asks_hub=loads_here)

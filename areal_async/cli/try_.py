@@ -23,7 +23,7 @@ from areal_async.cli.starting.checks import (
 )
 from areal_async.cli.starting.trials import TemporaryFolder, opened_trial
 from areal_async.config.paths import is_same_function
-from areal_async.config.settings import Settings, TaskSettings
+from areal_async.config.settings import DatasetSettings, Settings, TaskSettings
 from areal_async.data.rows import RowPrompts, load_rows
 from areal_async.errors import UserError
 from areal_async.inference.call_parser import check_tool_call_parser
@@ -57,7 +57,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         UserError: one of them.
     """
     if arguments.file is None:
-        raise UserError("try: got no workflow; name FILE.py, with :name when the coroutine is called otherwise")
+        raise UserError(
+            "try: got no workflow; name FILE.py, with :name when the coroutine is called otherwise, or an environment"
+        )
     for name, least in (("n", 1), ("index", 0), ("prompts", 1)):
         if getattr(arguments, name) < least:
             raise UserError(f"--{name}: got {getattr(arguments, name)}, need at least {least}")
@@ -93,10 +95,10 @@ def check(settings: Settings, task: TaskSettings, *, has_row: bool, has_server: 
     Raises:
         UserError: the workflow, its rows, the model or the server's interpreter is not there.
     """
-    check_workflow(task.workflow)
+    check_workflow(task.workflow, settings.env_of(task))
     check_served(settings)
     if not has_row:
-        check_dataset(task.dataset, "dataset")
+        check_dataset(settings.dataset_of(task), "dataset")
     check_template(settings)
     if not has_server:
         check_interpreter(settings.inference.python)
@@ -115,16 +117,16 @@ def read_row(text: str) -> dict[str, Any]:
         raise UserError(f'--row: got {text:.100}, need a JSON object like \'{{"question": "..."}}\': {exc}') from exc
 
 
-def read_prompts(task: TaskSettings, *, index: int, num_prompts: int) -> Sequence[Prompt]:
-    """Return rows of the task's data set.
+def read_prompts(dataset: DatasetSettings, *, index: int, num_prompts: int) -> Sequence[Prompt]:
+    """Return rows of a data set.
 
     Raises:
         UserError: it has no such rows.
     """
-    rows = load_rows(task.dataset, shows_progress=False)
+    rows = load_rows(dataset, shows_progress=False)
     if index + num_prompts > len(rows):
         raise UserError(
-            f"--index {index} --prompts {num_prompts}: {task.dataset.source} has {len(rows)} rows, need some of these"
+            f"--index {index} --prompts {num_prompts}: {dataset.source} has {len(rows)} rows, need some of these"
         )
     return RowPrompts(rows, range(index, index + num_prompts))
 
@@ -136,7 +138,8 @@ async def _run(
     if arguments.row is not None:
         prompts: Sequence[Prompt] = [Prompt(epoch=0, index=0, row=read_row(arguments.row))]
     else:
-        read = functools.partial(read_prompts, task, index=arguments.index, num_prompts=arguments.prompts)
+        dataset = settings.dataset_of(task)
+        read = functools.partial(read_prompts, dataset, index=arguments.index, num_prompts=arguments.prompts)
         prompts = await anyio.to_thread.run_sync(read)
     async with opened_trial(
         settings,

@@ -9,6 +9,8 @@ KEPT = {
     "it says which data the run is made of": (
         "tasks.*.workflow",
         "tasks.*.dataset",
+        "tasks.*.env",
+        "env",
         "tasks.*.group_size",
         "rollout.group_size",
         "rollout.curriculum",

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from areal_async.config.section import PathKind
+from areal_async.config.section import OPTION_BEGINNINGS, PathKind
 from areal_async.config.tree import Parts, path_kind, step_into, without_none
+from areal_async.environments.names import SCHEMES, environment_name
 from areal_async.process.hub import is_local, looks_like_hub_name
 from areal_async.user_files import parts_of
 
@@ -53,9 +54,16 @@ def with_real_paths(dumped: Any, kind: Any) -> Any:
 
 
 def is_same_function(left: str, right: str) -> bool:
-    """Say whether both ``FILE.py[:name]`` mean one function; without a name, the one that is named like the file."""
+    """Say whether both ``FILE.py[:name]``, or environments, are one; without a name it is that of the file."""
+    one, other = environment_name(left), environment_name(right)
+    if one is not None or other is not None:
+        return one is not None and other is not None and _meant(*one) == _meant(*other)
     (file, name), (other_file, other_name) = parts_of(left), parts_of(right)
     return (os.path.realpath(file), name) == (os.path.realpath(other_file), other_name)
+
+
+def _meant(scheme: str, name: str) -> tuple[str, str]:
+    return scheme, os.path.realpath(name) if SCHEMES[scheme].is_path else name
 
 
 def _with_paths(dumped: Any, kind: Any, change: Callable[[Path, str], str]) -> Any:
@@ -72,9 +80,16 @@ def _mapped(value: Any, annotation: Any, parts: Parts, change: Callable[[str, Pa
         indexed = enumerate(value)
         return [_mapped(one, step_into(annotation, str(index)), (*parts, str(index)), change) for index, one in indexed]
     kind = path_kind(annotation)
+    if annotation is Any and isinstance(value, str) and value.startswith(OPTION_BEGINNINGS):
+        kind = PathKind.OPTION
     if kind is None or not isinstance(value, str) or not value:
         return value
-    file, colon, name = value.partition(":") if kind is PathKind.FUNCTION else (value, "", "")
+    if kind is not PathKind.FUNCTION:
+        return change(value, kind, parts)
+    if (environment := environment_name(value)) is not None:
+        scheme, place = environment
+        return f"{scheme}:{change(place, kind, parts)}" if environment.kind.is_path else value
+    file, colon, name = value.partition(":")
     return change(file, kind, parts) + colon + name
 
 
@@ -98,4 +113,5 @@ def _as_seen(path: str, kind: PathKind) -> str:
     seen = os.path.relpath(path, here)
     if kind is PathKind.PROGRAM and "/" not in seen:
         return path
-    return f"./{seen}" if kind is PathKind.HUB and looks_like_hub_name(seen) else seen
+    has_mark = kind is PathKind.OPTION or (kind is PathKind.HUB and looks_like_hub_name(seen))
+    return f"./{seen}" if has_mark else seen

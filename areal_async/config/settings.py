@@ -5,7 +5,7 @@ Sources, later ones win: YAML file, ``AREAL_ASYNC_*`` environment (``__`` nests)
 """
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -23,12 +23,13 @@ from areal_async.config.policy import ModelSettings as ModelSettings
 from areal_async.config.policy import OtherModelSettings as OtherModelSettings
 from areal_async.config.policy import PolicySettings as PolicySettings
 from areal_async.config.policy import SamplingSettings as SamplingSettings
-from areal_async.config.section import LocalPath, OutputPath, ProgramPath
+from areal_async.config.section import LocalPath, Options, OutputPath, ProgramPath
 from areal_async.config.section import Section as Section
 from areal_async.config.tasks import CurriculumSettings as CurriculumSettings
 from areal_async.config.tasks import DatasetSettings as DatasetSettings
 from areal_async.config.tasks import EvalSettings as EvalSettings
 from areal_async.config.tasks import TaskSettings as TaskSettings
+from areal_async.config.tasks import check_env
 from areal_async.config.template import TemplateSettings as TemplateSettings
 from areal_async.config.trainer import CriticTrainerSettings as CriticTrainerSettings
 from areal_async.config.trainer import TrainerSettings as TrainerSettings
@@ -303,6 +304,8 @@ class Settings(Section):
 
     run: RunSettings = RunSettings()
     tasks: tuple[TaskSettings, ...] = ()
+    env: Options = {}
+    """Options of the tasks' environments, by the names that each kind of environment has for them."""
     eval: EvalSettings = EvalSettings()
     model: ModelSettings = ModelSettings()
     rollout: RolloutSettings = RolloutSettings()
@@ -330,6 +333,7 @@ class Settings(Section):
             raise ValueError(
                 "tasks: got a ratio of 0 for every one, need one over 0 at least; else nothing is admitted"
             )
+        check_env(self.env, self.tasks)
         check_names(self.policies)
         check_arms(self.arms)
         if self.inference.colocate is not None:
@@ -421,7 +425,19 @@ class Settings(Section):
         named = [
             (task, task.eval.dataset or (self.eval.dataset if task is self.tasks[0] else None)) for task in self.tasks
         ]
-        return [(task, dataset, task.eval.limit or self.eval.limit) for task, dataset in named if dataset is not None]
+        return [
+            (task, task.with_options(dataset, self.env), task.eval.limit or self.eval.limit)
+            for task, dataset in named
+            if dataset is not None
+        ]
+
+    def env_of(self, task: TaskSettings) -> dict[str, Any]:
+        """Return the options of a task's environment: its own over the run's; none where it has no environment."""
+        return task.options_over(self.env)
+
+    def dataset_of(self, task: TaskSettings) -> DatasetSettings:
+        """Return where a task's rows come from, with all options where that is an environment."""
+        return task.with_options(task.dataset, self.env)
 
     @property
     def max_group_size(self) -> int:

@@ -1,14 +1,15 @@
 """The sections about what is asked: data sets, tasks and their shares, held-out data, the curriculum."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from areal_async.config.policy import MAX_PENALTY, check_top_k
-from areal_async.config.section import FunctionPath, HubPath, Section
+from areal_async.config.section import FunctionPath, HubPath, Options, Section
+from areal_async.environments.names import environment_name, spellings
 from areal_async.protocol.fields import MAX_STEP, MAX_TEMPERATURE, MAX_TOP_K
 from areal_async.protocol.subjects import TOKEN
 from areal_async.user_files import parts_of
@@ -18,12 +19,14 @@ from areal_async.user_files import parts_of
 # strings one that is gone still has its place, until the table is full and is made again, larger by megabytes.
 @cache
 def workflow_name(workflow: str) -> str:
-    """Return the name of ``FILE.py``, or of ``FILE.py:name``, a subject token."""
+    """Return the name of ``FILE.py``, of ``FILE.py:name`` or of an environment (``SCHEME:NAME``), a subject token."""
+    if (environment := environment_name(workflow)) is not None:
+        return environment.token
     return re.sub(r"[^A-Za-z0-9_-]", "_", parts_of(workflow)[1])
 
 
 class DatasetSettings(Section):
-    """Where rows come from: one of ``path``, ``python`` and ``seeds``."""
+    """Where rows come from: one of ``path``, ``python``, ``seeds`` and ``environment``."""
 
     path: HubPath | None = None
     """Hub name (``openai/gsm8k``), or a local .jsonl, .json, .csv or .parquet file, or a directory, as
@@ -33,6 +36,10 @@ class DatasetSettings(Section):
     the same ones whenever it is called."""
     seeds: tuple[int, int] | None = None
     """First number and the one after the last: a row ``{seed: n}`` for each, for workflows that make up their tasks."""
+    environment: FunctionPath | None = None
+    """``SCHEME:NAME`` of an environment, which knows its tasks; a task whose workflow it is takes them anyway."""
+    env: Options = {}
+    """What of its options is otherwise for these rows, as another split of them to evaluate."""
     name: str | None = None
     """Configuration of a hub data set; ``None`` takes its default."""
     split: str = "train"
@@ -41,14 +48,19 @@ class DatasetSettings(Section):
     @property
     def source(self) -> str:
         """Where they come from, as messages call it."""
-        return self.path or self.python or f"seeds {self.seeds}"
+        return self.path or self.python or self.environment or f"seeds {self.seeds}"
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
-        given = [name for name in ("path", "python", "seeds") if getattr(self, name) is not None]
+        sources = ("path", "python", "seeds", "environment")
+        given = [name for name in sources if getattr(self, name) is not None]
         if len(given) != 1:
-            got = " and ".join(given) or "nothing"
-            raise ValueError(f"got {got}, need one of path, python and seeds{'; set the others to null' * bool(given)}")
+            got, remedy = " and ".join(given) or "nothing", "; set the others to null" * bool(given)
+            raise ValueError(f"got {got}, need one of path, python, seeds and environment{remedy}")
+        if self.environment is not None and environment_name(self.environment) is None:
+            raise ValueError(f"environment: got {self.environment!r}, need one of {spellings()}")
+        if self.env and self.environment is None:
+            raise ValueError(f"env: got options with {given[0]}, need environment; leave them out")
         if self.path is None and (self.name is not None or self.split != "train"):
             raise ValueError(f"got name or split with {given[0]}, need none; they are of a data set's path")
         if self.seeds is not None and not 0 < self.seeds[1] - self.seeds[0] <= MAX_STEP:
@@ -96,8 +108,11 @@ class TaskSettings(Section):
     """A workflow and the rows it is given, with what is otherwise for it than for the run; ``None`` is the run's."""
 
     workflow: FunctionPath = "workflows/gsm8k.py"
-    """Python file, with ``:name`` when the coroutine is not named like the file."""
+    """Python file, with ``:name`` when the coroutine is not named like the file; or an environment, ``SCHEME:NAME``."""
     dataset: DatasetSettings
+    """Its rows; left out, an environment's own."""
+    env: Options = {}
+    """Options of the task's environment, over those that are the run's."""
     ratio: float = Field(default=1.0, ge=0, le=1e6)
     """How often each of its rows is visited, compared with other tasks' rows: a task's share is ratio times rows. Each
     task has epochs of its own. 0 switches it off; one task at least must be on."""
@@ -122,11 +137,54 @@ class TaskSettings(Section):
         sampling = {name: value for name, value in self.sampling if value is not None}
         return {name: value for name, value in {**own, "sampling": sampling or None}.items() if value is not None}
 
+    def options_over(self, env: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of its environment: its own over others; none where it has no environment."""
+        return _over(env, self.env) if environment_name(self.workflow) is not None else {}
+
+    def with_options(self, dataset: DatasetSettings, env: Mapping[str, Any]) -> DatasetSettings:
+        """Return where rows of the task come from, with the options over ``env`` where that is its environment."""
+        if dataset.environment is None or dataset.environment != self.workflow:
+            return dataset
+        return dataset.model_copy(update={"env": _over(self.options_over(env), dataset.env)})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_its_rows(cls, given: Any) -> Any:
+        if (
+            not isinstance(given, dict)
+            or not isinstance(given.get("workflow"), str)
+            or given.get("dataset") is not None
+        ):
+            return given
+        return given | {"dataset": {"environment": given["workflow"]}} if environment_name(given["workflow"]) else given
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.env and environment_name(self.workflow) is None:
+            raise ValueError(f"env: got options with the workflow {self.workflow}, need an environment: {spellings()}")
         if not TOKEN.fullmatch(self.name):
             raise ValueError(f"workflow: got {self.workflow!r}, need a file that ends in a name")
         return self
+
+
+def check_env(env: Mapping[str, Any], tasks: Sequence[TaskSettings]) -> None:
+    """Refuse options of environments in a run that has none.
+
+    Raises:
+        ValueError: it is so.
+    """
+    if env and tasks and not any(environment_name(task.workflow) for task in tasks):
+        raise ValueError(f"env: got options with no environment among the tasks, need one: {spellings()}")
+
+
+def _over(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with others put over them, name by name at any depth."""
+    both = {
+        name: _over(value, own[name])
+        for name, value in options.items()
+        if isinstance(value, dict) and isinstance(own.get(name), dict)
+    }
+    return {**options, **own, **both}
 
 
 class EvalSettings(Section):

@@ -49,6 +49,8 @@ def annotation_at(kind: Any, parts: Sequence[str]) -> Any:
 
 def step_into(annotation: Any, part: Any) -> Any:
     """Return the type of one key or index inside, ``None`` when there is no such."""
+    if annotation is Any:
+        return Any
     if is_section(annotation):
         field = annotation.model_fields.get(part)
         if field is None:

@@ -71,8 +71,8 @@ def vision_of(model: str) -> VisionSpec | None:
 def _rows_of(settings: Settings) -> tuple[list[Used], list[Used]]:
     """Return each task's rows, and those that are held out."""
     trained = [
-        Used(f"tasks.{number}.dataset", task.dataset, load_rows(task.dataset))
-        for number, task in enumerate(settings.tasks)
+        Used(f"tasks.{number}.dataset", dataset, load_rows(dataset))
+        for number, dataset in enumerate(map(settings.dataset_of, settings.tasks))
     ]
     held_out = []
     for task, dataset, limit in settings.held_out:

@@ -1,10 +1,11 @@
-"""Rows that nobody has written down: those that a Python function returns, and numbers to seed environments with."""
+"""Rows that nobody has written down: those of a Python function, those of an environment, and numbers as seeds."""
 
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from areal_async.environments.environment import make_environment, tasks_of
 from areal_async.errors import UserError
 from areal_async.user_files import import_named, mistakes_in
 from areal_async.vision.images import file_of
@@ -34,6 +35,17 @@ def rows_of_function(spec: str) -> Any:
     with mistakes_in(what):
         rows = _read(function, what)
         return _as_dataset(rows, what)
+
+
+def rows_of_environment(spec: str, options: Mapping[str, Any]) -> Any:
+    """Return the tasks of ``SCHEME:NAME`` as a ``datasets.Dataset``, each with its id and the hash of what it is.
+
+    Raises:
+        UserError: there is no such environment here, an option does not fit, or its tasks cannot be read.
+    """
+    what = f"environment {spec}"
+    with mistakes_in(what):
+        return _as_dataset([*tasks_of(make_environment(spec, options), what=what)], what)
 
 
 def rows_of_seeds(first: int, end: int) -> Any:

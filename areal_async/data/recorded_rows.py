@@ -1,10 +1,13 @@
 """The rows that a run is made of, recorded at its start by their number and their hash, and held to when it goes on.
 
+Those of an environment are recorded one by one, by the id and the hash that each has.
+
 A prompt is known by the place of its row alone, so other rows under the same name would be other prompts, some of
 them trained already under another text, and evaluations of other rows do not compare.
 """
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +16,7 @@ import msgspec
 
 from areal_async.config.settings import DatasetSettings
 from areal_async.data.images import image_columns
+from areal_async.environments.environment import CONTENT, TASK_ID
 from areal_async.errors import UserError
 from areal_async.process.atomic_folders import write_whole
 
@@ -43,6 +47,8 @@ class _RowsDigest(msgspec.Struct, frozen=True):
     sha256: str
     source: dict[str, Any]
     limit: int | None = None
+    tasks: list[tuple[str, str]] = []
+    """Id and hash of each task of an environment, in their order; empty for other rows."""
 
 
 def refuse_other_rows(file: Path, used: Sequence[Used], *, run: str) -> None:
@@ -63,11 +69,12 @@ def refuse_other_rows(file: Path, used: Sequence[Used], *, run: str) -> None:
         if one.limit is not None and (recorded.source, recorded.limit) != (found.source, found.limit):
             continue  # other rows to evaluate were chosen
         if (recorded.num_rows, recorded.sha256) != (found.num_rows, found.sha256):
+            other = _first_other(recorded.tasks, found.tasks)
             seeded = "seed what is random in its function, " if one.source.python else ""
             raise UserError(
                 f"run {run}: {one.setting}: got {_described(found)} from {one.source.source}, need the "
-                f"{_described(recorded)}, in their order, that the run has recorded at its start; put back what was, "
-                f"{seeded}choose another --run.name, or give --fresh to start anew"
+                f"{_described(recorded)}, in their order, that the run has recorded at its start{other}; put back what "
+                f"was, {seeded}choose another --run.name, or give --fresh to start anew"
             )
     if before | now != before:
         write_whole(file, msgspec.json.format(msgspec.json.encode(before | now)))
@@ -84,7 +91,19 @@ def digest_of(rows: Any) -> str:
 
 def _record(used: Used) -> _RowsDigest:
     source = used.source.model_dump(mode="json")
-    return _RowsDigest(len(used.rows), digest_of(used.rows), source, used.limit)
+    is_named = used.source.environment is not None
+    tasks = [*zip(used.rows[TASK_ID], used.rows[CONTENT], strict=True)] if is_named else []
+    return _RowsDigest(len(used.rows), digest_of(used.rows), source, used.limit, tasks)
+
+
+def _first_other(before: Sequence[tuple[str, str]], now: Sequence[tuple[str, str]]) -> str:
+    """Say which task is the first that is another one; nothing where no task has a name."""
+    for place, (was, found) in enumerate(itertools.zip_longest(before, now, fillvalue=("none", ""))):
+        if was[0] != found[0]:
+            return f" (task {place} was {was[0]:.80}, is {found[0]:.80})"
+        if was != found:
+            return f" (task {place}, {was[0]:.80}, has another content)"
+    return ""
 
 
 def _described(record: _RowsDigest) -> str:

@@ -6,7 +6,7 @@ from typing import Any, overload
 
 from areal_async.config.settings import DatasetSettings
 from areal_async.data.images import row_at, undecoded
-from areal_async.data.made_rows import rows_of_function, rows_of_seeds
+from areal_async.data.made_rows import rows_of_environment, rows_of_function, rows_of_seeds
 from areal_async.data.recorded_rows import digest_of
 from areal_async.errors import UserError
 from areal_async.process.gc_pauses import importing
@@ -93,6 +93,8 @@ def _load(settings: DatasetSettings) -> Any:
 
     if settings.python is not None:
         return rows_of_function(settings.python)
+    if settings.environment is not None:
+        return rows_of_environment(settings.environment, settings.env)
     if settings.seeds is not None:
         return rows_of_seeds(*settings.seeds)
     assert settings.path is not None

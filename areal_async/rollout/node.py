@@ -111,7 +111,10 @@ class _Node:
 
     async def run(self, grace_s: float) -> None:
         settings = self._settings
-        workflows = {task.name: load_workflow(task.workflow, policies=settings.policies) for task in settings.tasks}
+        workflows = {
+            task.name: load_workflow(task.workflow, policies=settings.policies, env=settings.env_of(task))
+            for task in settings.tasks
+        }
         taken = {name for one in workflows.values() for name in policies_taken(one, settings.policies)}
         check_all_taken(settings.policies, taken)
         if settings.inference.colocate == "release":

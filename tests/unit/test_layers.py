@@ -12,6 +12,7 @@ LAYERS = (
     {"errors"},
     {"protocol", "sandbox", "user_files", "vision"},
     {"api", "process"},
+    {"environments"},
     {"config"},
     {"algorithms", "bus", "chat_template", "data", "telemetry", "versions"},
     {"controller", "inference"},

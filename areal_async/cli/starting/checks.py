@@ -5,12 +5,14 @@ A name that no file or folder has is the hub's, or misspelt: the hub is asked fo
 
 import ast
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from areal_async.config.settings import DatasetSettings, Settings, TemplateSettings
 from areal_async.data.made_rows import FUNCTION
+from areal_async.environments.environment import make_environment
+from areal_async.environments.names import environment_name, spellings
 from areal_async.errors import UserError
 from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.process.hub import fetch, is_local
@@ -34,7 +36,7 @@ def check_node(settings: Settings, *, asks_hub: bool = True) -> None:
             asked for is not here, or the address to be scraped at is another host's.
     """
     for task in settings.tasks:
-        check_workflow(task.workflow)
+        check_workflow(task.workflow, settings.env_of(task))
     check_policies((task.workflow for task in settings.tasks), settings.policies)
     check_served(settings, asks_hub=asks_hub)
     check_interpreter(settings.inference.python)
@@ -44,25 +46,36 @@ def check_node(settings: Settings, *, asks_hub: bool = True) -> None:
 
 
 def check_file(spec: str) -> None:
-    """Make sure that the file of ``FILE.py[:name]`` is there.
+    """Make sure that the file of ``FILE.py[:name]``, or of an environment that is one, is there.
 
     Raises:
         UserError: it is not.
     """
+    if (environment := environment_name(spec)) is not None:
+        if environment.kind.is_path and not Path(environment.name).exists():
+            raise UserError(f"workflow: {spec}: there is no {environment.name}; name a file or a folder that is there")
+        return
     file, _ = parts_of(spec)
     if not file.is_file():
         raise UserError(
-            f"workflow: no file {file}; name a Python file, with :name when the coroutine is called otherwise"
+            f"workflow: no file {file}; name a Python file, with :name when the coroutine is called otherwise, or an "
+            f"environment: {spellings()}"
         )
 
 
-def check_workflow(spec: str) -> None:
-    """Make sure that ``FILE.py[:name]`` is there and defines its coroutine.
+def check_workflow(spec: str, env: Mapping[str, Any] | None = None) -> None:
+    """Make sure that ``FILE.py[:name]`` is there and defines its coroutine, or that an environment can be made.
+
+    Args:
+        env: options of the environment.
 
     Raises:
-        UserError: no file, no Python, or no such coroutine in it.
+        UserError: no file, no Python, or no such coroutine in it; a package or an option that is not there.
     """
     check_file(spec)
+    if environment_name(spec) is not None:
+        make_environment(spec, env or {})
+        return
     file, name = parts_of(spec)
     tree = _parsed(file, "workflow")
     coroutines = [node.name for node in tree.body if isinstance(node, ast.AsyncFunctionDef)]
@@ -82,7 +95,7 @@ def check_policies(specs: Iterable[str], policies: Collection[str]) -> None:
     """
     taken: set[str] = set()
     is_sure = True
-    for spec in specs:
+    for spec in (one for one in specs if environment_name(one) is None):  # which takes none
         file, name = parts_of(spec)
         tree = _parsed(file, "workflow")
         others = _other_names(tree)  # these show only when the file runs
@@ -110,6 +123,8 @@ def check_dataset(dataset: DatasetSettings, setting: str, *, asks_hub: bool = Tr
     """
     if dataset.python is not None:
         _check_function(dataset.python, f"{setting}.python")
+    if dataset.environment is not None:
+        check_workflow(dataset.environment, dataset.env)
     path = dataset.path
     if path is None or Path(path).exists():
         return

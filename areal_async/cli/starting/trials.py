@@ -58,7 +58,7 @@ async def opened_trial(
         UserError: the workflow cannot be loaded, or a server is not there or cannot start.
     """
     user_code = UserCode(parts_of(task.workflow)[0])
-    plain = load_workflow(task.workflow, policies=settings.policies)
+    plain = load_workflow(task.workflow, policies=settings.policies, env=settings.env_of(task))
     taken = policies_taken(plain, settings.policies)
     used = settings.model_copy(
         update={

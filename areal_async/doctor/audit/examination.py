@@ -122,7 +122,7 @@ def baseline_of(settings: Settings) -> Baseline:
 def _task_rules(settings: Settings, task: TaskSettings) -> TaskRules:
     rollout = settings.rollout_of(task.name)
     return TaskRules(
-        num_rows=len(load_rows(task.dataset)),
+        num_rows=len(load_rows(settings.dataset_of(task))),
         ratio=task.ratio,
         group_size=rollout.group_size,
         min_group_size=rollout.min_group_size,

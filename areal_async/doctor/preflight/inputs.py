@@ -53,7 +53,7 @@ def check_data(settings: Settings) -> Iterator[PreflightFinding]:
     """Load every data set and count its rows."""
     for task in settings.tasks:
         check = f"data of {task.name}"
-        yield from guarded(check, _rows, check, task.dataset)
+        yield from guarded(check, _rows, check, settings.dataset_of(task))
     for task, dataset, limit in settings.held_out:
         check = f"held-out data of {task.name}"
         yield from guarded(check, _rows, check, dataset, limit)
@@ -63,7 +63,7 @@ def check_workflows(settings: Settings) -> Iterator[PreflightFinding]:
     """Import every workflow as a node will."""
     taken: set[str] = set()
     for task in settings.tasks:
-        workflow = load_workflow(task.workflow, policies=settings.policies)
+        workflow = load_workflow(task.workflow, policies=settings.policies, env=settings.env_of(task))
         taken.update(policies_taken(workflow, settings.policies))
         yield good(f"workflow {task.name}", f"{task.workflow} loads")
     check_all_taken(settings.policies, taken)

@@ -76,7 +76,7 @@ async def check_lengths(settings: Settings, *, model_context: int) -> list[Prefl
     context = settings.inference.context_length or model_context
     for task in settings.tasks:
         try:
-            load = functools.partial(load_rows, task.dataset, shows_progress=False)
+            load = functools.partial(load_rows, settings.dataset_of(task), shows_progress=False)
             rows = await anyio.to_thread.run_sync(load)
             with redirect_stdout(sys.stderr):  # what a workflow prints is not for who reads the findings
                 lengths = await _measured(settings, task, rows, codec)
@@ -120,7 +120,7 @@ def judge(check: str, lengths: Lengths, *, context: int, budget: int) -> Iterato
 
 
 async def _measured(settings: Settings, task: TaskSettings, rows: Any, codec: TextCodec) -> Lengths:
-    plain = load_workflow(task.workflow, policies=settings.policies)
+    plain = load_workflow(task.workflow, policies=settings.policies, env=settings.env_of(task))
     mute = {
         name: FrozenModel(generator=_Listener(), codec=codec, pool=ServerPool([], deadline_s=LOOK_DEADLINE_S))
         for name in settings.frozen_policies

@@ -28,8 +28,11 @@ Making = Callable[[], AsyncIterator[Any]]
 
 
 def made_for(workflow: Callable[..., Any]) -> dict[str, Making]:
-    """Return what the file of a workflow has made once per node, by the names that stand for it there."""
+    """Return what a workflow's file or environment has made once per node, by the names that stand for it there."""
     function = inspect.unwrap(workflow)
+    own: dict[str, Making] | None = getattr(function, "made_per_node", None)
+    if own is not None:
+        return own
     found = getattr(function, "__globals__", {})
     return {name: value for name, value in found.items() if is_per_node(value)}
 

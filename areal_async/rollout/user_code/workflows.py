@@ -1,11 +1,13 @@
-"""Find the coroutine that a task's ``FILE.py[:name]`` means."""
+"""Find the coroutine that a task's ``FILE.py[:name]`` or environment means."""
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from areal_async.api import Workflow
+from areal_async.environments.environment import workflow_of
+from areal_async.environments.names import environment_name
 from areal_async.errors import UserError
 from areal_async.rollout.user_code.per_node import made_for
 from areal_async.user_files import import_named
@@ -15,17 +17,23 @@ NUM_GIVEN = 2
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def load_workflow(spec: str, *, root: Path | None = None, policies: Collection[str] = ()) -> Workflow:
-    """Return the workflow that ``spec`` names: ``FILE.py:name``, or ``FILE.py`` for the one named like the file.
+def load_workflow(
+    spec: str, *, root: Path | None = None, policies: Collection[str] = (), env: Mapping[str, Any] | None = None
+) -> Workflow:
+    """Return the workflow that ``spec`` names: ``FILE.py:name``, ``FILE.py`` for the one named like the file, or the
+    one that plays an environment.
 
     Args:
         root: put on the import path; ``None`` takes the working directory. ``spec`` is relative to it.
         policies: names of those that it may take beside ``policy``; it is not given them yet (``named_policies``).
+        env: options of the environment.
 
     Raises:
         UserError: no such file, it does not import, what it holds under that name is no workflow, or it takes another
-            policy.
+            policy; what an environment needs is not installed, or has no such option.
     """
+    if environment_name(spec) is not None:
+        return workflow_of(spec, env or {})
     module, name = import_named(spec, what=f"workflow {spec}", root=root)
     function = getattr(module, name, None)
     if function is None:

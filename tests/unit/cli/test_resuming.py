@@ -19,6 +19,7 @@ from areal_async.config.resumed import ASIDE, differences, refuse_kept
 from areal_async.config.settings import Settings
 from areal_async.config.sources import Assignment, load_settings, override_settings, resolve
 from areal_async.config.tree import ANY_INDEX, annotation_at, without_none
+from areal_async.environments.names import SCHEMES, Scheme
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
 from tests.unit.config.test_kept import PLACES
@@ -34,6 +35,7 @@ trainer: {lr: 1.0e-4}
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory laid out like the repository, with settings for one workflow."""
+    monkeypatch.setitem(SCHEMES, "made", Scheme("tests.unit.environments.made"))
     monkeypatch.chdir(tmp_path)
     for name in ("configs", "workflows", "model"):
         (tmp_path / name).mkdir()
@@ -218,7 +220,7 @@ def test_a_run_is_called_by_its_workflow_where_nothing_names_it(place: Path) -> 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "run: got neither a workflow nor settings; name FILE.py, --config FILE.yaml, or both, or the run that "),
+        ([], "run: got neither a workflow nor settings; name FILE.py or an environment, --config FILE.yaml, or both"),
         (["nobody"], "run: got nobody, need the name of a run that was started in runs, or a workflow FILE.py"),
         (["--run.name", "nobody"], "run: got neither a workflow nor settings; "),
         (["--run.name", "No Body"], "run.name: got 'No Body', need 1 to 48 characters"),
@@ -268,6 +270,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "trainer.reference": {"algorithm": {"kl_coef": 0.1}},
     "model.critic": {"algorithm": {"name": "ppo"}},
     "model.reference": {"algorithm": {"kl_coef": 0.1}},
+    "env": {"tasks": [{"workflow": "made:a"}]},
+    "tasks.*.env": {"tasks": [{"workflow": "made:a"}]},
     "algorithm.tau_pos": {"algorithm": {"name": "sapo"}},
     "algorithm.tau_neg": {"algorithm": {"name": "sapo"}},
     "algorithm.divergence": {"algorithm": {"name": "dppo"}},
@@ -284,6 +288,9 @@ BESIDE: dict[str, dict[str, Any]] = {
 """What is recorded beside, for the settings that begin so to have an effect."""
 OTHERWISE: dict[str, Any] = {
     "launch.remote_command": "other {host}",
+    "env": {"x": 1}, "tasks.*.env": {"x": 1}, "eval.dataset.env": {"x": 1}, "tasks.*.dataset.env": {"x": 1},
+    "tasks.*.eval.dataset.env": {"x": 1}, "eval.dataset.environment": "made:b", "tasks.*.dataset.environment": "made:b",
+    "tasks.*.eval.dataset.environment": "made:b",
     "tasks.*.workflow": "b.py", "tasks.*.dataset.seeds": [0, 5], "eval.dataset.seeds": [0, 5],
     "tasks.*.eval.dataset.seeds": [0, 5], "tasks.*.min_group_size": 3, "rollout.min_group_size": 3,
     "rollout.sampling.top_k": 16, "rollout.max_trajectory_bytes": 4 << 20, "rollout.template.arguments": {"x": 1},
@@ -294,7 +301,7 @@ OTHERWISE: dict[str, Any] = {
     "bus.http_port": 8222, "bus.replicas": 3,
 }  # fmt: skip
 """Another value of settings of which none that fits follows from their type."""
-SOURCES = {"python": "rows.py", "seeds": [0, 4]}
+SOURCES = {"python": "rows.py", "seeds": [0, 4], "environment": "made:a", "env": None}
 """Of a data set, besides a path."""
 STAYS = (*ASIDE, "trainer.engine")
 """The last knows one value."""
@@ -308,7 +315,7 @@ def _recorded(name: str) -> Settings:
         place: Any = data
         for part in section.replace("*", "0").split(".")[:-1]:
             place = place[int(part)] if isinstance(place, list) else place[part]
-        place["dataset"] = {setting: SOURCES[setting]}
+        place["dataset"] = {setting: SOURCES[setting]} if setting != "env" else {"environment": "made:a"}
     return Settings.model_validate(data)
 
 
@@ -365,7 +372,11 @@ def test_each_setting_that_may_change_does_so_alone() -> None:
         now = _resumed(recorded, [f"--{place}", wanted if isinstance(wanted, str) else json.dumps(wanted)])
 
         changed = differences(recorded, now)
-        assert [(one.name, one.after) for one in changed] == [(place, _seen(name, wanted))], (name, changed)
+        after = _seen(name, wanted)
+        if isinstance(wanted, dict):  # of a mapping whose keys are the user's each one is told
+            ((key, after),) = wanted.items()
+            place = f"{place}.{key}"
+        assert [(one.name, one.after) for one in changed] == [(place, after)], (name, changed)
 
 
 def test_each_setting_that_a_run_keeps_is_refused_with_its_reason() -> None:

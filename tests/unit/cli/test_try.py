@@ -13,7 +13,7 @@ from areal_async.cli.main import VERBS, main, split_overrides
 from areal_async.cli.run import load_run_settings
 from areal_async.cli.starting.trials import TemporaryFolder
 from areal_async.cli.try_ import choose_trial_config, read_prompts, read_row, task_of
-from areal_async.config.settings import DatasetSettings, TaskSettings
+from areal_async.config.settings import DatasetSettings
 from areal_async.errors import UserError
 from areal_async.telemetry import log
 
@@ -108,9 +108,7 @@ def test_the_task_is_the_one_of_the_workflow_whatever_it_is_called_there() -> No
 
 
 def test_rows_are_those_asked_for() -> None:
-    task = TaskSettings(workflow="workflows/mine.py", dataset=DatasetSettings(path="rows.jsonl"))
-
-    prompts = read_prompts(task, index=1, num_prompts=1)
+    prompts = read_prompts(DatasetSettings(path="rows.jsonl"), index=1, num_prompts=1)
 
     assert [(prompt.index, prompt["answer"]) for prompt in prompts] == [(1, "3")]
     assert read_row('{"question": "é", "n": [1]}') == {"question": "é", "n": [1]}

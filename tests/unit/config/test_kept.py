@@ -12,8 +12,10 @@ MAY_CHANGE = {
     "run": "steps watchdog_s on_stall directory max_failed_groups",
     "tasks.*": "ratio min_group_size episode_deadline_s",
     "tasks.*.sampling": SAMPLING,
-    "tasks.*.eval": "dataset.path dataset.python dataset.seeds dataset.name dataset.split limit",
-    "eval": "every_steps dataset.path dataset.python dataset.seeds dataset.name dataset.split limit samples",
+    "tasks.*.eval": """dataset.path dataset.python dataset.seeds dataset.environment dataset.env dataset.name
+        dataset.split limit""",
+    "eval": """every_steps dataset.path dataset.python dataset.seeds dataset.environment dataset.env dataset.name
+        dataset.split limit samples""",
     "rollout": """min_group_size accept_truncation_bias batch_groups max_staleness when_stale episode_deadline_s
         setup_deadline_s loop_deadline_s max_trajectories_per_node max_trajectory_bytes linger_ms max_stream_bytes
         max_image_stream_bytes

@@ -126,10 +126,10 @@ def test_a_function_that_returns_none_is_told_without_importing_its_file(file: P
 
 def test_rows_come_from_one_place() -> None:
     for words, says in (
-        ("{split: test}", "tasks.0.dataset: got nothing, need one of path, python and seeds"),
+        ("{split: test}", "tasks.0.dataset: got nothing, need one of path, python, seeds and environment"),
         (
             "{path: a/b, seeds: [0, 9]}",
-            "got path and seeds, need one of path, python and seeds; set the others to null",
+            "got path and seeds, need one of path, python, seeds and environment; set the others to null",
         ),
         ("{python: a.py, split: test}", "got name or split with python, need none"),
         ("{seeds: [5, 5]}", "seeds: got [5, 5], need the first and one after the last, which is larger"),
