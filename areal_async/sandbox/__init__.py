@@ -19,7 +19,7 @@ the caller compares. ``Sandbox`` refuses to start where the walls do not hold: i
 """
 
 from areal_async.sandbox.limits import End, ProgramResult, SandboxLimits
-from areal_async.sandbox.sandbox import Sandbox, shared_sandbox
+from areal_async.sandbox.programs import Sandbox, shared_sandbox
 from areal_async.sandbox.tool import python
 
 __all__ = ["End", "ProgramResult", "SandboxLimits", "Sandbox", "python", "shared_sandbox"]

@@ -1,7 +1,10 @@
-"""Become nobody, then bubblewrap, then the fork server. Run as a file by ``python -I -S``: the standard library alone.
+"""Become nobody, then bubblewrap, then a server. Run as a file by ``python -I -S``: the standard library alone.
 
-    python -I -S enter.py '{"mount_point": ..., "bubblewrap": ..., "libraries": ..., "interpreter": ..., "server": ...,
-                            "prefix": ..., "group": ...}'
+    python -I -S enter.py '{"mount_point": ..., "bubblewrap": ..., "libraries": ..., "interpreter": ..., "prefix": ...,
+                            "group": ..., "servers": ..., "capabilities": ..., "folders": ..., "places": ...}'
+
+``servers`` has files of ours by the place that each gets inside; the first is what runs. ``folders`` are the system's
+to read beside its libraries, each in its own place, and ``places`` empty ones to mount at.
 
 Root's own files may be closed to others (an interpreter under ``/root``), so what the sandbox needs of them is bound to
 a place that is open, in a mount namespace that ends with this process, before the privileges are given away.
@@ -28,8 +31,9 @@ def main() -> None:
     with contextlib.suppress(OSError), open(config["group"], "w") as group:
         group.write("0")
     prefix, bubblewrap, libraries = config["prefix"], config["bubblewrap"], config["libraries"]
-    server = os.open(config["server"], os.O_RDONLY)
-    os.set_inheritable(server, True)
+    servers = {place: os.open(path, os.O_RDONLY) for place, path in config["servers"].items()}
+    for server in servers.values():
+        os.set_inheritable(server, True)
     if os.geteuid() == 0:
         place = config["mount_point"]
         _mount_privately(place)
@@ -41,17 +45,19 @@ def main() -> None:
         os.setresuid(NOBODY, NOBODY, NOBODY)
     os.umask(0o022)
     environment = {"LD_LIBRARY_PATH": libraries} if libraries else {}
-    os.execve(bubblewrap, [bubblewrap, *_arguments(prefix, server, config["interpreter"])], environment)
+    os.execve(bubblewrap, [bubblewrap, *_arguments(prefix, config["interpreter"], servers, config)], environment)
 
 
-def _arguments(prefix: str, server: int, interpreter: str) -> list[str]:
+def _arguments(prefix: str, interpreter: str, servers: dict[str, int], config: dict[str, list[str]]) -> list[str]:
     arguments = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
     arguments += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
-    arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
+    arguments += ["--cap-drop", "ALL"]
+    for capability in config["capabilities"]:
+        arguments += ["--cap-add", capability]
     for folder in ("bin", "lib", "lib64"):  # what else is beside them may be anybody's: under /usr, src and local
         if os.path.isdir(f"{prefix}/{folder}"):
             arguments += ["--ro-bind", f"{prefix}/{folder}", f"/python/{folder}"]
-    for folder in ("/lib", "/lib64", "/usr/lib", "/usr/lib64"):
+    for folder in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", *config["folders"]):
         if os.path.islink(folder):
             arguments += ["--symlink", os.readlink(folder), folder]
         elif os.path.isdir(folder):
@@ -60,9 +66,13 @@ def _arguments(prefix: str, server: int, interpreter: str) -> list[str]:
     arguments += ["--dev", "/dev", "--dev-bind", "/dev/null", "/dev/zero", "--perms", "0777", "--dir", "/tmp"]
     # terminals are few on a machine, and their buffers are the kernel's memory
     arguments += ["--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts"]
-    arguments += ["--ro-bind-data", str(server), "/init.py", "--remount-ro", "/dev", "--remount-ro", "/"]
+    for place, server in servers.items():
+        arguments += ["--ro-bind-data", str(server), place]
+    for place in config["places"]:
+        arguments += ["--dir", place]
+    arguments += ["--remount-ro", "/dev", "--remount-ro", "/"]
     arguments += ["--chdir", "/", "--clearenv", "--setenv", "LD_LIBRARY_PATH", "/python/lib"]
-    return [*arguments, "--", f"/python/{interpreter}", "-I", "-S", "/init.py"]
+    return [*arguments, "--", f"/python/{interpreter}", "-I", "-S", next(iter(servers))]
 
 
 def _mount_privately(place: str) -> None:

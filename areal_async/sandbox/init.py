@@ -43,6 +43,7 @@ CLONE = {"x86_64": 56, "aarch64": 220}
 NUM_FILES = 4
 FIRST_FREE_FILE = 3
 NUM_OPEN_FILES = 64
+"""Where the limits name none."""
 NUM_WAITING_SIGNALS = 128
 
 
@@ -206,7 +207,7 @@ def bound(limits: dict[str, int]) -> None:
         (resource.RLIMIT_CPU, limits["cpu_s"]),
         (resource.RLIMIT_FSIZE, files),
         (resource.RLIMIT_NPROC, processes + limits["num_besides"]),
-        (resource.RLIMIT_NOFILE, NUM_OPEN_FILES),
+        (resource.RLIMIT_NOFILE, limits.get("num_open_files", NUM_OPEN_FILES)),
         (resource.RLIMIT_CORE, 1),  # 0 stops a file only; 1 is too little for one, and stops a program of the machine's
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),

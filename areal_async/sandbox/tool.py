@@ -11,7 +11,7 @@ That programs cannot be isolated on this machine is not the model's doing: it en
 from typing import Final
 
 from areal_async.sandbox.limits import End, ProgramResult, SandboxLimits
-from areal_async.sandbox.sandbox import shared_sandbox
+from areal_async.sandbox.programs import shared_sandbox
 
 LIMITS: Final = SandboxLimits(wall_s=5.0, cpu_s=5)
 MOST_CHARACTERS: Final = 4000

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -40,8 +41,11 @@ class SandboxGone(Exception):
     """The warm sandbox has ended, or does not answer: take another."""
 
 
-class SandboxWorker:
-    """A warm sandbox. Not for two programs at once."""
+class WarmSandbox:
+    """A process tree behind the walls that answers what it is asked over a socket."""
+
+    INSIDE: Mapping[str, Any] = {}
+    """What ``enter`` is told beside the places of the interpreter: its servers, capabilities and folders."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -70,7 +74,7 @@ class SandboxWorker:
         try:
             with anyio.fail_after(START_DEADLINE_S):
                 await self._send(build_filter())
-                await self._receive()
+                self._is_ready(await self._receive())
             if self._group is not None and not self._group.is_entered:  # it may be made, and not be joined
                 await self._group.remove()
                 self._group = None
@@ -84,6 +88,9 @@ class SandboxWorker:
                 f"unprivileged user namespaces, or do not use code rewards and tools here"
             ) from None
 
+    def _is_ready(self, answer: bytes) -> None:
+        """Take its first answer."""
+
     def _launch(self) -> None:
         """Start its process from this thread: bubblewrap ends with the thread that started it, not with the process."""
         self._folder = Path(self._ending.enter_context(tempfile.TemporaryDirectory(prefix="sandbox-")))
@@ -93,7 +100,7 @@ class SandboxWorker:
         self._group = make_control_group()
         if self._group is not None:
             self._ending.push_async_callback(self._group.remove)
-        config = {**_places(mount_point), "group": self._group.door if self._group else ""}
+        config = {**_places(mount_point), **self.INSIDE, "group": self._group.door if self._group else ""}
         command = [sys.executable, "-I", "-S", str(HERE / "enter.py"), json.dumps(config)]
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
@@ -115,13 +122,53 @@ class SandboxWorker:
             await self._ending.aclose()
         self._process = self._socket = self._group = None
 
+    async def _send(self, data: bytes, files: list[int] | None = None) -> None:
+        if self._socket is None:
+            raise SandboxGone("it was stopped")
+        try:
+            socket.send_fds(self._socket, [data], files or [])
+        except OSError as exc:
+            raise SandboxGone(str(exc)) from exc
+
+    async def _receive(self) -> bytes:
+        assert self._socket is not None
+        while True:
+            await anyio.wait_readable(self._socket)
+            try:
+                data = self._socket.recv(1 << 16)
+            except BlockingIOError:
+                continue
+            except OSError as exc:
+                raise SandboxGone(str(exc)) from exc
+            if not data:
+                raise SandboxGone("it ended")
+            return data
+
+    async def _held_bytes(self) -> int:
+        """Return what all in it hold; in a thread, as the kernel counts the pages of each process while one waits."""
+        assert self._process is not None
+        if self._group is not None:
+            return self._group.held_bytes()
+        return await anyio.to_thread.run_sync(_held_bytes_below, self._process.pid)
+
+
+class SandboxWorker(WarmSandbox):
+    """A warm sandbox that runs one program at a time. Not for two at once."""
+
+    INSIDE = {
+        "servers": {"/init.py": str(HERE / "init.py")},
+        "capabilities": ["CAP_SYS_ADMIN"],
+        "folders": [],
+        "places": [],
+    }
+
     async def run(self, source: bytes, stdin: bytes, limits: SandboxLimits) -> ProgramResult:
         """Run one program.
 
         Raises:
             SandboxGone: it ended, or did not answer within the program's deadline and a grace.
         """
-        files = [_memory_file(source), _memory_file(stdin), _memory_file(), _memory_file()]
+        files = [memory_file(source), memory_file(stdin), memory_file(), memory_file()]
         try:
             answer, is_too_large = await self._converse(files, limits)
             outputs = [_read(file, limits.output_bytes) for file in files[2:]]
@@ -165,35 +212,6 @@ class SandboxWorker:
             if not is_answered:  # the caller has gone, or it hangs: what runs there must not run on
                 await self.stop()
 
-    async def _send(self, data: bytes, files: list[int] | None = None) -> None:
-        if self._socket is None:
-            raise SandboxGone("it was stopped")
-        try:
-            socket.send_fds(self._socket, [data], files or [])
-        except OSError as exc:
-            raise SandboxGone(str(exc)) from exc
-
-    async def _receive(self) -> bytes:
-        assert self._socket is not None
-        while True:
-            await anyio.wait_readable(self._socket)
-            try:
-                data = self._socket.recv(1 << 16)
-            except BlockingIOError:
-                continue
-            except OSError as exc:
-                raise SandboxGone(str(exc)) from exc
-            if not data:
-                raise SandboxGone("it ended")
-            return data
-
-    async def _held_bytes(self) -> int:
-        """Return what all in it hold; in a thread, as the kernel counts the pages of each process while one waits."""
-        assert self._process is not None
-        if self._group is not None:
-            return self._group.held_bytes()
-        return await anyio.to_thread.run_sync(_held_bytes_below, self._process.pid)
-
 
 async def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()  # bubblewrap's: everything in its namespaces dies with it
@@ -235,11 +253,10 @@ def _places(mount_point: Path) -> dict[str, str]:
         "libraries": str(libraries) if libraries.is_dir() else "",
         "prefix": prefix,
         "interpreter": str(interpreter.relative_to(prefix)),
-        "server": str(HERE / "init.py"),
     }
 
 
-def _memory_file(content: bytes | None = None) -> int:
+def memory_file(content: bytes | None = None) -> int:
     """Return a file in memory; one with content can be read only."""
     file = os.memfd_create("program", os.MFD_CLOEXEC)
     if content is None:
@@ -276,6 +293,20 @@ def _held_bytes_below(pid: int) -> int:
         except OSError:  # it has just ended
             continue
     return total + num_sockets * _SOCKET_BYTES
+
+
+def cpu_s_below(pid: int) -> float:
+    """Return the processor time that a process, all below it, and those of them that have ended have used."""
+    ticks, rest = 0, [pid]
+    while rest:
+        pid = rest.pop()
+        with suppress(OSError):  # it has just ended
+            # the name before the last bracket is the process's own and may hold anything
+            fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                rest += map(int, children.read_text().split())
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _proportional_bytes(pid: int) -> int:

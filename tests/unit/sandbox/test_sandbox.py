@@ -467,7 +467,7 @@ async def test_programs_run_beside_each_other_up_to_the_size() -> None:
 
 
 async def test_a_wall_that_a_busy_machine_lets_speak_late_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal_async.sandbox.sandbox.ESCAPES", {"late": "import time; time.sleep(6); print('held')"})
+    monkeypatch.setattr("areal_async.sandbox.programs.ESCAPES", {"late": "import time; time.sleep(6); print('held')"})
 
     async with Sandbox() as sandbox:
         assert (await sandbox.run("print(1)")).stdout == b"1\n"
