@@ -75,6 +75,7 @@ except OSError as exc:
 """,
     "a filter of its own": _CALL + "\nheld(libc.prctl(22, 2, 0, 0, 0))",
     "a filter by the new call": _calls(317, 277, 1, 0, 0),
+    "another process's limits": _calls(302, 261, 1, 7, "ctypes.create_string_buffer(16)", 0),
     "who shares a core": _CALL + "\nheld(libc.prctl(62, 0, 0, 0, 0))",
     "equal pages of others": _CALL + "\nheld(libc.prctl(67, 1, 0, 0, 0))",
     "pages for merging": _raises("mmap.mmap(-1, 4096, 34).madvise", "12"),

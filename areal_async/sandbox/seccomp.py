@@ -79,6 +79,7 @@ _LOOKED_INTO: _Calls = {
     "fcntl": (72, 25),
     "prctl": (157, 167),
     "openat": (257, 56),
+    "prlimit64": (302, 261),
     "preadv2": (327, 286),
 }
 """Calls that have rules."""
@@ -171,6 +172,7 @@ def _rules(machine: Architecture) -> Iterator[Rule]:
     yield Rule(call="madvise", argument=2, refused=_MEMORY_ADVICE)
     yield Rule(call="setsockopt", argument=2, refused=_SOCKET_OPTIONS)
     yield Rule(call="prctl", argument=0, refused=_PROCESS_COMMANDS)
+    yield Rule(call="prlimit64", argument=0, allowed=(0,))  # one's own: others are the first process of all, too
     yield Rule(call="ioctl", argument=1, allowed=_DEVICE_COMMANDS)
     yield Rule(call="fcntl", argument=1, allowed=_FILE_COMMANDS)
     past_the_cache = (machine.o_direct,)
