@@ -119,6 +119,8 @@ class RolloutSettings(Section):
     curriculum: CurriculumSettings = CurriculumSettings()
     max_trajectories_per_node: int = Field(default=512, ge=1)
     """Workflows running at once on one node."""
+    max_boxes: int = Field(default=64, ge=1)
+    """Boxes (``areal_async.sandbox.sandbox``) open at once on one node; a workflow that wants one more waits."""
     max_trajectory_bytes: int = Field(default=8 << 20, ge=1 << 10, le=8 << 20)
     """Largest trajectory that is stored; a larger one is a recorded failure."""
     linger_ms: float = Field(default=20.0, ge=0)

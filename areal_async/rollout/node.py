@@ -40,6 +40,7 @@ from areal_async.rollout.user_code.loop_block_report import LoopBlockFile
 from areal_async.rollout.user_code.loop_watchdog import LoopWatchdog
 from areal_async.rollout.user_code.per_node import given_per_node
 from areal_async.rollout.user_code.workflows import check_all_taken, load_workflow, policies_taken
+from areal_async.sandbox import set_max_boxes
 from areal_async.telemetry import wait_graph
 from areal_async.telemetry.wait_graph import ENDED
 
@@ -111,6 +112,7 @@ class _Node:
 
     async def run(self, grace_s: float) -> None:
         settings = self._settings
+        set_max_boxes(settings.rollout.max_boxes)
         workflows = {
             task.name: load_workflow(task.workflow, policies=settings.policies, env=settings.env_of(task))
             for task in settings.tasks

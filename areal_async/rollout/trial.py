@@ -20,6 +20,7 @@ from areal_async.rollout.row_images import take_prompt
 from areal_async.rollout.stopwatch import TimedGenerator, TimedTurn, Times
 from areal_async.rollout.user_code.source_location import SourceLocation, UserCode
 from areal_async.rollout.workflow_call import TaskWorkflow, WorkflowCall
+from areal_async.sandbox import set_max_boxes
 from areal_async.telemetry import spans, wait_graph
 
 TRIAL = "trial"
@@ -70,6 +71,7 @@ class Trial:
         self._eval_id = eval_id
         self._seed = seed
         self._sampling = workflow.rollout.sampling if eval_id is None else settings.eval_sampling_of(workflow.name)
+        set_max_boxes(settings.rollout.max_boxes)
         self._limiter = anyio.CapacityLimiter(settings.rollout.max_trajectories_per_node)
 
     async def run(self, prompts: Sequence[Prompt], *, num_siblings: int, on_attempt: Callable[[Attempt], None]) -> None:

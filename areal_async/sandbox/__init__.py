@@ -4,6 +4,9 @@
         execution = await sandbox.run("print(sum(map(int, input().split())))", stdin=b"1 2")
         assert execution.stdout == b"3\\n"
 
+    async with sandbox() as box:  # one that lasts, with a shell
+        await box.run("cd /tmp && ls > listed")
+
 What the walls are made of, from the outside in:
 
 - a process of its own, ``nobody`` even where we are root, under bubblewrap: own user, network, process, mount, IPC, UTS
@@ -18,8 +21,22 @@ A verdict never comes from an exit status or from what a program prints about it
 the caller compares. ``Sandbox`` refuses to start where the walls do not hold: it tries them first.
 """
 
-from areal_async.sandbox.limits import End, ProgramResult, SandboxLimits
+from areal_async.sandbox.box import Box, sandbox
+from areal_async.sandbox.keeper import set_max_boxes
+from areal_async.sandbox.limits import BoxLimits, BoxResult, End, ProgramResult, SandboxLimits
 from areal_async.sandbox.programs import Sandbox, shared_sandbox
 from areal_async.sandbox.tool import python
 
-__all__ = ["End", "ProgramResult", "SandboxLimits", "Sandbox", "python", "shared_sandbox"]
+__all__ = [
+    "Box",
+    "BoxLimits",
+    "BoxResult",
+    "End",
+    "ProgramResult",
+    "SandboxLimits",
+    "Sandbox",
+    "python",
+    "sandbox",
+    "set_max_boxes",
+    "shared_sandbox",
+]
