@@ -20,6 +20,7 @@ from areal_async.doctor.preflight.memory import check_memory
 from areal_async.doctor.preflight.reach import check_alike, check_hosts
 from areal_async.doctor.preflight.sharing import CHECK, check_sharing
 from areal_async.doctor.preflight.software import check_compiler, check_server_program, check_versions
+from areal_async.doctor.preflight.walls import check_walls
 from areal_async.errors import UserError
 from areal_async.launch.backends import make_backend
 
@@ -39,6 +40,7 @@ async def look_ahead(settings: Settings) -> AsyncIterator[PreflightFinding]:
         partial(here, "ports", check_ports, settings),
         partial(_check_places, settings, machine),
         partial(here, "workflow", check_workflows, settings),
+        partial(check_walls, settings),
         partial(in_thread, "data", check_data, settings),
     ]
     for look in looks:
