@@ -2,6 +2,10 @@
 
 import os
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] != os.path.dirname(os.path.dirname(__file__)):
+    del sys.path[0]  # -m put the working directory there: a user's random.py would be what is imported below
+
 from contextlib import suppress
 
 from areal_async.cli.main import main

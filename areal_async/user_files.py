@@ -1,13 +1,15 @@
 """Import a user's Python file by its location, and what lies beside it by its name.
 
-On the import path are the root (the working directory) first and the file's own folder last: what Python and the
-installed packages have keeps its name, so that a file called ``coding.py`` or ``random.py`` shadows nothing. Two
-folders whose files would import each other's modules are refused.
+On the import path are Python's own modules first, then the root (the working directory), then what is installed, and
+the file's own folder last: what Python has keeps its name, so that a file called ``random.py`` shadows nothing, and
+beside a file below the root what is installed does too. Two folders whose files would import each other's modules are
+refused.
 """
 
 import ast
 import importlib.util
 import sys
+import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +19,11 @@ from types import ModuleType
 from areal_async.errors import ArealError, UserError
 
 MAX_MESSAGE_CHARACTERS = 1500
+_OWN_PATHS = {
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")),
+    *(path for path in sys.path if path.endswith("lib-dynload")),
+}
+"""Those of Python's own modules."""
 _own_folders: list[Path] = []
 """Those on the import path, in their order there."""
 
@@ -42,9 +49,7 @@ def import_file(path: Path, *, what: str, root: Path | None = None) -> ModuleTyp
     spec = importlib.util.spec_from_file_location(name, location)
     if spec is None or spec.loader is None:
         raise UserError(f"{what}: got {path}, need a Python file that ends in .py")
-    root_entry = str((root or Path.cwd()).resolve())
-    if root_entry not in sys.path:
-        sys.path.insert(0, root_entry)
+    root_entry = add_root(root or Path.cwd())
     add_folder(location.parent)
     _refuse_strangers(location, what)
     module = importlib.util.module_from_spec(spec)
@@ -87,6 +92,18 @@ def import_named(spec: str, *, what: str, default: str = "", root: Path | None =
     path = (root or Path.cwd()) / file
     with mistakes_in(f"{what}: importing {path}"):
         return import_file(path, what=what, root=root), name
+
+
+def add_root(root: Path) -> str:
+    """Let what lies in the root be imported, before all that is importable already but Python's own; return its path.
+
+    A package that somebody has installed may be called ``rewards`` too.
+    """
+    entry = str(root.resolve())
+    if entry not in sys.path:
+        own = [path for path in sys.path if path in _OWN_PATHS]
+        sys.path[:] = [*own, entry, *(path for path in sys.path if path not in own)]
+    return entry
 
 
 def add_folder(folder: Path) -> None:

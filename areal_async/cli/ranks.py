@@ -22,6 +22,7 @@ from areal_async.launch.backends import make_backend
 from areal_async.launch.plan import places_of_ranks, rank_specs
 from areal_async.launch.process_group import Death, end_all, run_together
 from areal_async.process.host import LOOPBACK
+from areal_async.process.interpreter import module_command
 
 ECHO_S = 0.2
 """From one look at the output of another host's process to the next."""
@@ -44,7 +45,7 @@ def run_ranks(verb: str, words: Sequence[str], trainer: EngineSettings, launch: 
     backend = make_backend(launch if is_spread else LaunchSettings())
     base = ProcessSpec(
         name=verb,
-        command=(sys.executable, "-m", "areal_async", verb, *words),
+        command=tuple(module_command("areal_async", verb, *words)),
         environment={"OMP_NUM_THREADS": str(trainer.num_threads)},
         output=None,
     )

@@ -15,6 +15,7 @@ from areal_async.inference.admin_key import VARIABLE
 from areal_async.inference.card_share import CardShare
 from areal_async.process.freed_memory import one_heap
 from areal_async.process.host import visible_gpus
+from areal_async.process.interpreter import module_command
 
 NO_VERSION = "0-0"
 """Weights version of a server that has just started: older than any that a trainer announces."""
@@ -38,6 +39,8 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Where torch reads how its allocator of GPU memory works; the second name is the older one, and is read first."""
 UNEVEN_GPUS = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 """Has SGLang start where the trainer has taken more of one of a server's GPUs so far than of another."""
+OWN_PATH = {"PYTHONSAFEPATH": "1"}
+"""A user's folder may have a ``random.py``; a flag would be unknown to an older Python."""
 IMAGES = {"SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_MM_AVOID_RETOKENIZE": "1"}
 """Has SGLang compute what the vision tower makes of an image for each request: it keeps that by the image alone, and
 0.5.23 goes on with it after a new version of the weights, flushed or not. And has it keep the ids that were sent beside
@@ -88,7 +91,8 @@ def server_command(
     inference = settings.inference
     python = str(inference.python or sys.executable)
     is_sglang = choose_backend(inference) == "sglang"
-    arguments = [python, "-m", "sglang.launch_server" if is_sglang else "areal_async.inference.embedded"]
+    _, *ours = module_command("areal_async.inference.embedded")
+    arguments = [python, *(["-m", "sglang.launch_server"] if is_sglang else ours)]
     arguments += ["--model-path", settings.model.path, "--host", "127.0.0.1", "--weight-version", version]
     arguments += ["--dtype", settings.model.dtype]
     name = _value_of(NAME, inference.flags) or f"areal_async-{secrets.token_hex(NUM_NAME_BYTES)}"
@@ -107,7 +111,7 @@ def server_command(
         place += settings.num_inference_gpus - inference.num_gpus
     environment = _gpu_share(gpus, place, inference.tensor_parallel) | nccl_environment(inference)
     if is_sglang:
-        environment |= IMAGES
+        environment |= IMAGES | OWN_PATH
         arguments += ["--incremental-streaming-output"]
         if inference.tensor_parallel > 1:
             arguments += ["--tp-size", str(inference.tensor_parallel)]

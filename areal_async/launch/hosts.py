@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -17,13 +16,14 @@ from areal_async.launch.backend import LauncherWorks
 from areal_async.launch.remote import FAREWELL_S, AgentLostError, AgentsBackend
 from areal_async.process.children import signal_session
 from areal_async.process.host import address_towards
+from areal_async.process.interpreter import module_command
 from areal_async.process.parent_death import guarded
 from areal_async.process.plain_text import escaped
 
 SSH_PORT = 22
 """Any would do: nothing is sent there."""
 MAX_LINE_BYTES = 1 << 20
-AGENT = (sys.executable, "-m", "areal_async.launch.agent")
+AGENT = "areal_async.launch.agent"
 
 
 class _Pipes:
@@ -102,7 +102,7 @@ class HostsBackend(LauncherWorks, AgentsBackend):
         Raises:
             AgentLostError: it cannot be run.
         """
-        command = [*self._launch.words_for(host), *AGENT]
+        command = [*self._launch.words_for(host), *module_command(AGENT)]
         try:
             process = await anyio.open_process(
                 guarded(command, by=signal.SIGTERM), stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import ProcessGroup
 from areal_async.process.freed_memory import one_heap
 from areal_async.process.host import LOOPBACK, PLACES, RENDEZVOUS, far_port, free_port
+from areal_async.process.interpreter import module_command
 
 NOWHERE: Mapping[str, str] = MappingProxyType({})
 FIRST_NODE = "0"
@@ -316,7 +316,7 @@ def role_spec(
     """Return how a verb that is one process of a run is started."""
     return ProcessSpec(
         name=name,
-        command=(sys.executable, "-m", "areal_async", *arguments, "--run-directory", str(directory.path)),
+        command=tuple(module_command("areal_async", *arguments, "--run-directory", str(directory.path))),
         environment={"OMP_NUM_THREADS": str(num_threads), **place.environment},
         host=place.host,
         output=directory.logs / f"{name}.out",

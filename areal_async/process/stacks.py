@@ -24,6 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from areal_async.process.interpreter import module_command
+
 MAX_FILE_BYTES = 1 << 20
 """Beyond it the file begins anew with the next process."""
 MAX_STACKS = 200
@@ -83,7 +85,7 @@ def ask(pid: int) -> bool:
 
 def ask_command(pid: int) -> list[str]:
     """Return the command line that asks a process of the host on which it runs."""
-    return [sys.executable, "-m", __name__, str(pid)]
+    return module_command(__name__, str(pid))
 
 
 def task_stacks(tasks: set["asyncio.Task[Any]"]) -> str:

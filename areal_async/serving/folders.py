@@ -5,7 +5,6 @@ checkpoint that it was made from, while somebody serves it, and of those that no
 """
 
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from functools import partial
@@ -19,6 +18,7 @@ import structlog
 from areal_async.errors import UserError
 from areal_async.process.atomic_folders import LEDGER, held, keep_newest
 from areal_async.process.file_locks import try_lock
+from areal_async.process.interpreter import module_command
 from areal_async.process.parent_death import guarded
 from areal_async.process.plain_text import escaped
 
@@ -110,7 +110,7 @@ class RunVersions:
     async def _export(self, version: str, folder: Path) -> None:
         """Write a folder in another process: it takes torch, memory and seconds of a whole core."""
         verb = ["export", "--run", str(self._run_directory), "--checkpoint", version, "--output", str(folder)]
-        command = guarded(["nice", "-n", NICENESS, sys.executable, "-m", "areal_async", *verb])
+        command = guarded(["nice", "-n", NICENESS, *module_command("areal_async", *verb)])
         done = await anyio.run_process(command, check=False, stdin=subprocess.DEVNULL)
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]

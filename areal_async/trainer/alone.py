@@ -28,6 +28,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from areal_async.config.settings import Settings
 from areal_async.config.sources import load_settings
 from areal_async.process.host import RENDEZVOUS
+from areal_async.process.interpreter import module_command
 from areal_async.process.parent_death import die_with_parent
 from areal_async.protocol.types import Cut, Version
 from areal_async.protocol.wire import decode_slot, encode_trajectory
@@ -84,7 +85,7 @@ class Alone:
     """The near end. Close it with ``aclose``."""
 
     def __init__(self, run_directory: Path, material: Material) -> None:
-        self._command = [sys.executable, "-m", __name__, str(run_directory), str(os.getpid())]
+        self._command = module_command(__name__, str(run_directory), str(os.getpid()))
         self._material = msgspec.json.encode(material)
         self._process: anyio.abc.Process | None = None
 

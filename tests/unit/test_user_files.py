@@ -1,5 +1,8 @@
 """What lies beside a workflow imports, in every process, and never as another folder's module of that name."""
 
+import asyncio
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,3 +134,35 @@ def test_a_module_that_is_not_found_is_told_with_the_folder_to_start_in(
     assert str(caught.value).endswith(
         f"No module named 'marks', neither installed, nor in {elsewhere}, nor beside the file; {advice}"
     )
+
+
+def test_what_lies_in_the_root_goes_before_what_is_installed_and_behind_pythons_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(_write(tmp_path / "a project", this="", shared="NAME = 'mine'\n"))
+    monkeypatch.syspath_prepend(_write(tmp_path / "installed", shared="NAME = 'installed'\n"))
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    body = "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()):\n    import this\nimport shared\n"
+    _write(Path.cwd(), play=body + "\nasync def play(prompt, policy):\n    return shared.NAME, this.__file__\n")
+
+    play = load_workflow("play.py")
+
+    name, file = asyncio.run(play(None, None))  # type: ignore[arg-type, misc]
+    assert name == "mine"
+    assert not Path(file).is_relative_to(tmp_path)
+
+
+def test_processes_of_ours_do_not_take_a_users_module_for_pythons(tmp_path: Path) -> None:
+    """``-m`` of the command line, and what it starts."""
+    _write(tmp_path, argparse="raise ImportError", random="raise ImportError", secrets="raise ImportError")
+    code = "import runpy, sys; from areal_async.process.interpreter import module_command as of; print(of('x')[1:])"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    said = [
+        subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        for words in (["-m", "areal_async", "try", "--help"], ["-P", "-c", code])
+    ]
+
+    assert [one.returncode for one in said] == [0, 0], said
+    assert said[0].stdout.startswith("usage: python -m areal_async try")
+    assert said[1].stdout.strip() == "['-P', '-m', 'x']"

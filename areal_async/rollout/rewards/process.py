@@ -7,13 +7,13 @@ import select
 import signal
 import struct
 import subprocess
-import sys
 import time
 from contextlib import suppress
 
 import msgspec
 
 from areal_async.errors import RewardError
+from areal_async.process.interpreter import module_command
 from areal_async.rollout.rewards.worker import FRAME, MAX_ANSWER_BYTES, Answer
 
 START_DEADLINE_S = 120.0
@@ -31,7 +31,7 @@ class RewardProcess:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "areal_async.rollout.rewards.worker", str(os.getpid())],
+            module_command("areal_async.rollout.rewards.worker", str(os.getpid())),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # so that what the reward starts can be killed with it

@@ -21,7 +21,7 @@ from areal_async.errors import ArealError, Reject, RewardError
 from areal_async.rollout.rewards.number import finite_number
 from areal_async.rollout.rewards.orphans import end_leftovers, fork_below_keeper, helpers
 from areal_async.rollout.user_code.boundary import attributed_to, describe, text_of
-from areal_async.user_files import add_folder, import_file
+from areal_async.user_files import add_folder, add_root, import_file
 
 FRAME = "<I"
 MAX_ANSWER_BYTES = 1 << 20
@@ -117,6 +117,7 @@ def main() -> None:
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
+    add_root(Path.cwd())
     os.dup2(2, 1)
     serve(requests, answers)
 

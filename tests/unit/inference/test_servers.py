@@ -21,6 +21,7 @@ from areal_async.inference.commands import (
     COMPILED,
     IMAGES,
     MAX_SERVERS_ON_CPU,
+    OWN_PATH,
     ServerCommand,
     choose_backend,
     most_servers,
@@ -89,7 +90,7 @@ def test_sglang_is_told_that_there_is_no_gpu_and_the_users_flags_win(monkeypatch
     line = " ".join(command.on_port(1))
     assert "--device cpu --attention-backend torch_native" in line
     assert line.index("--max-total-tokens 65536") < line.index("--max-total-tokens 1024")
-    assert command.environment == {"OMP_NUM_THREADS": "2", "TORCH_COMPILE_DISABLE": "1", **IMAGES}
+    assert command.environment == {"OMP_NUM_THREADS": "2", "TORCH_COMPILE_DISABLE": "1", **IMAGES, **OWN_PATH}
     compiled = settings_of(python=Path("/sgl/bin/python"), flags=(COMPILED,))
     assert "TORCH_COMPILE_DISABLE" not in server_command(compiled, server_id="n0-0", index=0).environment
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
