@@ -35,9 +35,9 @@ from tools.make_search import questions as search_questions
 from tools.word_problems import Split
 from workflows.calculator import calculate
 from workflows.coding import TASK
+from workflows.nim import MOST, best_move
+from workflows.nim import question as nim_question
 from workflows.search import look_up
-from workflows.self_play import MOST, best_move
-from workflows.self_play import question as nim_question
 
 Lesson = dict[str, Any]
 """``messages`` that the pupil was told, and the ``answer`` that he gave."""

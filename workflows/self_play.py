@@ -10,11 +10,7 @@ says how many stones that one takes when every move loses. How often the policy 
 """
 
 from areal_async import Message, Policy, Prompt, Reply, Rewards
-from rewards.math_answer import last_number, marked_answer
-
-MOST = 3
-"""Stones that a player may take at once, and at least one."""
-FORBIDDEN = -2.0
+from workflows.nim import FORBIDDEN, best_move, question, read_move
 
 
 async def self_play(prompt: Prompt, policy: Policy, opponent: Policy) -> Rewards:
@@ -56,21 +52,3 @@ async def self_play(prompt: Prompt, policy: Policy, opponent: Policy) -> Rewards
         policy.info["share_best_moves"] = num_best / num_chances
     rewards = {reply.id: 1.0 if player == winner else -1.0 for player in (0, 1) for reply in replies[player]}
     return rewards if taken else rewards | {replies[turn][-1].id: FORBIDDEN}
-
-
-def question(stones: int) -> str:
-    """Return what a player is told before a move."""
-    left = "1 stone is" if stones == 1 else f"{stones} stones are"
-    return f"{left} left. Take 1, 2 or 3. How many do you take?"
-
-
-def read_move(text: str, stones: int) -> int | None:
-    """Return the number of stones that a player takes; None for a move that the rules forbid."""
-    marked = marked_answer(text)
-    number = last_number(text if marked is None else marked)
-    return next((taken for taken in range(1, min(MOST, stones) + 1) if taken == number), None)
-
-
-def best_move(stones: int) -> int:
-    """Return the number to take that leaves the other a lost game; 0 where there is none."""
-    return stones % (MOST + 1)

@@ -10,7 +10,7 @@ import pytest
 from rewards.countdown import target_reached
 from tools import make_calculator, make_coding, make_countdown, make_nim
 from tools.make_search import DATA as SHIPPED
-from workflows.self_play import best_move
+from workflows.nim import best_move
 
 
 def rows(name: str) -> list[dict[str, Any]]:

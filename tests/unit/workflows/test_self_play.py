@@ -9,7 +9,8 @@ from areal_async.protocol.types import Prompt
 from areal_async.rollout.endpoint.policy import PolicyMaker, ServedPolicy
 from areal_async.rollout.policy.merge import merge_turns
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
-from workflows.self_play import best_move, question, read_move, self_play
+from workflows.nim import best_move, question, read_move
+from workflows.self_play import self_play
 
 pytestmark = pytest.mark.anyio
 
