@@ -1,6 +1,6 @@
 """Asynchronous reinforcement learning for language models: generation never waits for training.
 
-Importing this package is cheap; the names that workflows and rewards use are loaded on first use.
+Importing this package is cheap; the names that workflows, rewards and scripts use are loaded on first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from areal_async.rollout.tools.mcp import shared_mcp_tools as shared_mcp_tools
     from areal_async.rollout.tools.schema import tool as tool
     from areal_async.rollout.user_code.task_scope import shared as shared
+    from areal_async.runs import Run as Run
+    from areal_async.runs import Scores as Scores
+    from areal_async.runs import evaluate as evaluate
+    from areal_async.runs import train as train
 
 __version__ = "0.1.0"
 
@@ -41,6 +45,7 @@ _NAMES = {
     "areal_async.rollout.tools.mcp": ("mcp_tools", "shared_mcp_tools"),
     "areal_async.rollout.tools.schema": ("tool",),
     "areal_async.rollout.user_code.task_scope": ("shared",),
+    "areal_async.runs": ("Run", "Scores", "evaluate", "train"),
 }  # fmt: skip
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 

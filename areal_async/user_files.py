@@ -13,8 +13,10 @@ import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from areal_async.errors import ArealError, UserError
 
@@ -24,6 +26,7 @@ _OWN_PATHS = {
     *(path for path in sys.path if path.endswith("lib-dynload")),
 }
 """Those of Python's own modules."""
+_importing = ContextVar("importing", default=False)
 _own_folders: list[Path] = []
 """Those on the import path, in their order there."""
 
@@ -54,8 +57,11 @@ def import_file(path: Path, *, what: str, root: Path | None = None) -> ModuleTyp
     _refuse_strangers(location, what)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # as an import does, before the file runs: its dataclasses look there
+    was_importing = _importing.set(True)
     try:
         spec.loader.exec_module(module)
+    except _Enough:
+        pass
     except BaseException as exc:
         del sys.modules[name]
         if isinstance(exc, SystemExit):  # else it would end this process without a word
@@ -68,7 +74,23 @@ def import_file(path: Path, *, what: str, root: Path | None = None) -> ModuleTyp
             )
             raise ModuleNotFoundError(message, name=exc.name) from exc
         raise
+    finally:
+        _importing.reset(was_importing)
     return module
+
+
+def is_importing() -> bool:
+    """Say whether a user's file is being imported here, which then is not what was started."""
+    return _importing.get()
+
+
+def stop_importing() -> NoReturn:
+    """End the import of a user's file where it stands, with what it has defined so far: what follows is a program."""
+    raise _Enough
+
+
+class _Enough(BaseException):
+    """No error: no ``except Exception`` of the file's is meant to see it."""
 
 
 def parts_of(spec: str, *, default: str = "") -> tuple[Path, str]:

@@ -103,23 +103,11 @@ def choose(arguments: argparse.Namespace, overrides: Sequence[str], *, has_gpu: 
     Raises:
         UserError: the settings are wrong, or are none that the run can go on with.
     """
-    file: str | None = arguments.file
-    words = list(overrides)
-    if file is not None and RUN_NAME.fullmatch(file) and not Path(file).is_file():
-        words = ["--run.name", file, *overrides]
-        file = None
-    config = find_config(file, arguments.config, has_gpu=has_gpu)
-    request = Request(
-        sources=read_sources(config, words),
-        config=config,
-        is_config_named=arguments.config is not None,
-        workflow=file,
-    )
-    run = find_place(request.sources, file)
+    request, run = requested(arguments.file, arguments.config, overrides, has_gpu=has_gpu)
     directory = RunDirectory(run.directory / run.name)
     if directory.exists and not arguments.fresh:
         return resume(directory, run, request, by=who())
-    if arguments.file is not None and file is None and not arguments.fresh:
+    if arguments.file is not None and request.workflow is None and not arguments.fresh:
         raise UserError(
             f"run: got {arguments.file}, need the name of a run that was started in {run.directory}, "
             "or a workflow FILE.py"
@@ -131,6 +119,28 @@ def choose(arguments: argparse.Namespace, overrides: Sequence[str], *, has_gpu: 
         start=Start(by=who(), is_fresh=arguments.fresh, said=request.said),
         origin=str(config),
     )
+
+
+def requested(
+    file: str | None, config: str | None, overrides: Sequence[str], *, has_gpu: bool
+) -> tuple[Request, RunSettings]:
+    """Return what a command asks for, and the name and directory of the run that is meant.
+
+    Args:
+        file: the workflow, or the name of a run.
+        config: the settings file, where one is named.
+
+    Raises:
+        UserError: the settings are wrong, or name no run.
+    """
+    words = list(overrides)
+    if file is not None and RUN_NAME.fullmatch(file) and not Path(file).is_file():
+        words = ["--run.name", file, *overrides]
+        file = None
+    found = find_config(file, config, has_gpu=has_gpu)
+    sources = read_sources(found, words)
+    request = Request(sources=sources, config=found, is_config_named=config is not None, workflow=file)
+    return request, find_place(sources, file)
 
 
 def _run_locked(

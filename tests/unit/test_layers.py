@@ -21,6 +21,7 @@ LAYERS = (
     {"doctor", "monitor"},
     {"serving"},
     {"cli"},
+    {"runs"},
     {"__main__"},
 )
 """The rooms of the package: each imports only what lies in those above it in this list."""
