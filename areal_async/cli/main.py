@@ -92,6 +92,12 @@ VERBS = {
         _HELP_SETTINGS,
         **_WORKS,
     ),
+    "init": _verb(
+        "projects.init",
+        "write a small project that runs at once: workflow, reward, data, model, settings, a test",
+        _value("folder", "FOLDER", "where; . for this one, if it is empty", nargs="?"),
+        _value("--template", "NAME", "gsm8k, tools, agent, environment or vision (gsm8k)", default="gsm8k"),
+    ),
     "try": _verb(
         "try_",
         "run a workflow on a few rows without training, and show every token of it",

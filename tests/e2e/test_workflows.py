@@ -1,7 +1,8 @@
 """Every workflow that ships runs to its end on a CPU, with its own settings and the tiny models.
 
 ``gsm8k`` and ``countdown`` are in ``test_run.py``, ``judge`` and ``self_play`` in ``test_named_policies.py``,
-``preference`` in ``test_preference.py``, ``multi_turn_math`` in ``test_lora.py``, ``calculator`` in ``test_mixed.py``.
+``preference`` in ``test_preference.py``, ``multi_turn_math`` in ``test_lora.py``, ``calculator`` in ``test_mixed.py``,
+``nim`` in ``test_wheel.py``.
 """
 
 from pathlib import Path

@@ -33,7 +33,14 @@ from tests.documents import (
 )
 
 LANGUAGES = {*COMMANDS, "yaml", "", "{toctree}"}
-READERS_FILES = ("FILE.py", "FILE.yaml", "workflows/mine.py", "workflows/mine_tool.py", "workflows/last_word.py")
+READERS_FILES = (
+    "FILE.py",
+    "FILE.yaml",
+    "workflow.py",
+    "workflows/mine.py",
+    "workflows/mine_tool.py",
+    "workflows/last_word.py",
+)
 """Files that the reader writes."""
 ALL = [block for file in document_files() for block in blocks_of(file)]
 MAX_LINES = {("README.md", "A first workflow"): 40, ("workflows/README.md", "Your first workflow"): 120}
@@ -88,7 +95,7 @@ def test_each_command_is_of_verbs_options_settings_files_and_targets_that_are_th
     for block in ALL:
         for words in words_of(block) if block.language == "console" else ():
             match words:
-                case ["python", "-m", "areal_async", verb, *rest]:
+                case ["python", "-m", "areal_async", verb, *rest] | ["areal-async", verb, *rest]:
                     check_verb(verb, rest)
                 case ["make", target]:
                     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words

@@ -1,0 +1,1 @@
+"""Projects of a user's own: what they begin with."""
