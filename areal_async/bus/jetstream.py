@@ -233,9 +233,10 @@ class Bus(Keys):
         answer = await self.api.ask(f"$JS.API.STREAM.INFO.{stream}", {"subjects_filter": subject})
         return {found: int(count) for found, count in (answer["state"].get("subjects") or {}).items()}
 
-    async def purge(self, stream: str, subject: str) -> None:
-        """Remove all messages of a subject, which may hold wildcards, from a stream."""
-        await self.api.ask(f"$JS.API.STREAM.PURGE.{stream}", {"filter": subject})
+    async def purge(self, stream: str, subject: str, *, through: int | None = None) -> None:
+        """Remove all messages of a subject, which may hold wildcards, from a stream; up to a sequence, or all."""
+        last = {} if through is None else {"seq": through + 1}
+        await self.api.ask(f"$JS.API.STREAM.PURGE.{stream}", {"filter": subject, **last})
 
     # core messages
 

@@ -87,7 +87,8 @@ def permissions(role: Role, names: Names) -> Permissions:
             publish += _state(names.tickets_stream, names.trajectories_stream, names.eval_stream, names.dead_stream)
             subscribe += [names.log, names.all_metrics, f"{run}.control.>", *_keys(names, ARMS, CONTROL, CHANGES)]
         case Role.NODE:
-            publish += [f"{run}.trajectories.>", names.all_images, f"{run}.eval.results.>", names.arm_results("*")]
+            publish += [f"{run}.trajectories.>", names.all_images, f"{run}.eval.results.>"]
+            publish += [names.arm_results("*"), names.arm_answers("*")]
             publish += _keys(names, f"{SERVERS}>", f"{NODES}>")
             publish += _consume(names.tickets_stream, names.nodes_consumer)
             publish += _consume(names.eval_stream, names.eval_nodes_consumer)

@@ -27,11 +27,9 @@ from areal_async.protocol.fields import MAX_REWARD
 from areal_async.protocol.subjects import ARMS
 from areal_async.telemetry import log
 from areal_async.versions import tags
-from areal_async.versions.arms import arm_text
+from areal_async.versions.arms import FOLDER, arm_text
 from areal_async.versions.resolve import kept
 
-FOLDER = "arms"
-"""In a run's directory: models of its own versions that are arms."""
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "share": (lambda value: 1 / PARTS <= value <= 1, f"{1 / PARTS:g} to 1"),
     "alpha": (lambda value: 0 < value < 1, "a number between 0 and 1"),

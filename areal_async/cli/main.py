@@ -135,7 +135,7 @@ VERBS = {
         takes_settings=True,
     ),
     "compare": _verb(
-        "compare",
+        "compare.verb",
         "how much better one of two versions, runs, models, servers or settings answers the same held-out rows",
         _file("workflow, with --models or --servers; or else --run, or --runs"),
         _TRIAL_CONFIG,
@@ -149,6 +149,7 @@ VERBS = {
         _value("--samples", "K", "so many sampled answers a row: avg@k, pass@k (eval.samples)"),
         _value("--at-least", "X", "exit with 1 where the low end of the difference is below", type=float),
         _value("--output", "DIR", "else comparisons/<id> in the run's directory, or in runs"),
+        _flag("--here", "of a live run too, by servers that are started here; else its nodes answer (eval.share)"),
         _flag("--json", "the result as one JSON object"),
         _HELP_SETTINGS,
         takes_settings=True,

@@ -198,6 +198,8 @@ class EvalSettings(Section):
     """Rows to take of each task, from the first."""
     samples: int = Field(default=1, ge=1, le=1024)
     """Answers to each row. One is greedy; several are sampled as in training, for avg@k and pass@k."""
+    share: float = Field(default=0.1, ge=0, le=1)
+    """Answers that ``compare`` has the nodes of a live run give, for each one that training asks for; 0 for none."""
 
 
 class CurriculumSettings(Section):

@@ -132,11 +132,7 @@ class ArmOrders:
         return {"sentence": f"arm {name}: is asked nothing more, and its servers end", "path": removed[0].path}
 
     def _check_run(self) -> None:
-        if self._settings.inference.colocate is not None:
-            raise UserError(
-                f"arm: got one with inference.colocate={self._settings.inference.colocate}, need servers with GPUs of "
-                "their own: it would take memory that the trainer counts on"
-            )
+        refuse_colocated(self._settings, "arm: got one")
         if self._tasks.names_with_images:
             raise UserError(
                 f"arm: the rows of {', '.join(sorted(self._tasks.names_with_images))} have images, and arms are asked "
@@ -168,8 +164,25 @@ class ArmOrders:
             arms = found or Arms()
             ordered = [*(one for one in arms.ordered if one != name), name]
             with suppress(ConflictError):  # another operator was faster: theirs first, then ours
-                await self._bus.compare_and_set(ARMS, Arms(by_name=change(arms), ordered=ordered), revision)
+                wanted = msgspec.structs.replace(arms, by_name=change(arms), ordered=ordered)
+                await self._bus.compare_and_set(ARMS, wanted, revision)
                 return
 
     async def _note(self, order: str, by: str, reason: str) -> None:
         await note(self._bus, self._settings.run_directory, RunOrdered(order=order, by=by, reason=reason))
+
+
+def refuse_colocated(settings: Settings, what: str) -> None:
+    """Refuse servers that would take memory that the trainer counts on.
+
+    Args:
+        what: begins the sentence: who got what.
+
+    Raises:
+        UserError: the trainer shares its GPUs.
+    """
+    if settings.inference.colocate is not None:
+        raise UserError(
+            f"{what} with inference.colocate={settings.inference.colocate}, need servers with GPUs of their own: it "
+            "would take memory that the trainer counts on"
+        )

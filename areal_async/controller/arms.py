@@ -134,9 +134,9 @@ class ArmQuestions:
         for arm_id in wanted.keys() - self._asked.keys():
             self._asked[arm_id] = await self._read(wanted[arm_id])
             log.info("arm.taken_up", **msgspec.structs.asdict(wanted[arm_id]))
-        names = self._bus.names
+        names, served = self._bus.names, (self._wanted or Arms()).served
         subjects = await self._bus.stored_by_subject(names.eval_stream, names.arm_messages("*"))
-        for arm_id in {subject.rpartition(".")[2] for subject in subjects} - wanted.keys():
+        for arm_id in {subject.rpartition(".")[2] for subject in subjects} - served.keys():
             await self._bus.purge(names.eval_stream, names.arm_messages(arm_id))
 
     async def _read(self, arm: Arm) -> _Asked:

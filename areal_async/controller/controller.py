@@ -31,6 +31,7 @@ from areal_async.controller.admission import Admission, AdmissionOrder, left_ove
 from areal_async.controller.arm_orders import ArmOrders
 from areal_async.controller.arms import ArmQuestions
 from areal_async.controller.book_keeping import BooksSnapshots
+from areal_async.controller.compare_orders import CompareOrders
 from areal_async.controller.curriculum import Visits
 from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.evaluation_schedule import EvaluationSchedule
@@ -121,6 +122,7 @@ class Controller:
         )
         self._arms = ArmQuestions(bus, tasks, accounts, row_at=self._row_at, directory=settings.run_directory)
         self._arm_orders = ArmOrders(bus, settings, tasks, lambda: accounts.admitted)
+        self._compared = CompareOrders(bus, settings)
         self._hosts = HostOrders(bus, settings)
         self._tags = TagOrders(bus, settings)
         self._rollbacks = RollbackOrders(bus, settings, lambda: self._accounts.journal)
@@ -156,6 +158,7 @@ class Controller:
             loops.start_soon(self.run_log)
             loops.start_soon(self.run_admission)
             loops.start_soon(self._arms.run)
+            loops.start_soon(self._compared.run_leases)
             await self.evaluation.run()
             loops.cancel_scope.cancel()
         await self._abandon_unfinished()
@@ -347,6 +350,7 @@ class Controller:
                 *self._hosts.endpoints,
                 *self._tags.endpoints,
                 *self._arm_orders.endpoints,
+                *self._compared.endpoints,
                 *self._rollbacks.endpoints,
             ],
         ):

@@ -2,6 +2,9 @@
 
 One ticket is for one prompt of one arm; its node answers it twice, with the arm's servers and with those of the policy
 under training, and stores one result. So a pair is whole or not there.
+
+The sides of a comparison are served as arms are, for as long as ``compare`` asks for it; each answers held-out rows
+alone, and one ticket is for one answer.
 """
 
 from typing import Annotated, Any
@@ -22,6 +25,9 @@ LEVELS = 100
 """A difference is kept as a whole number of so many parts of the largest, either way."""
 
 MAX_PATH_CHARACTERS = 4096
+MAX_SAMPLES = 1024
+MAX_TEXT_CHARACTERS = 20_000
+"""Of an answer to a row of a comparison: the rest is not kept."""
 
 ARM_NAME = "[A-Za-z_][A-Za-z0-9_]{0,47}"
 ArmName = Annotated[str, Meta(pattern=rf"\A{ARM_NAME}\Z")]
@@ -31,16 +37,21 @@ Alpha = Annotated[float, Meta(gt=0.0, lt=1.0)]
 Reach = Annotated[float, Meta(gt=0.0, le=2 * MAX_REWARD)]
 
 
-class Arm(Record, frozen=True, kw_only=True):
-    """A version that answers additional prompts."""
+class Pinned(Record, frozen=True, kw_only=True):
+    """A version that nodes are to serve beside the newest weights."""
 
     name: ArmName
     arm_id: TokenText
-    """Another for each arm that ever had this name."""
+    """Another for each that ever had this name."""
     version: OptionalVersionText = ""
     """Weights version of the run; empty for a model from elsewhere."""
     path: Annotated[str, Meta(min_length=1, max_length=MAX_PATH_CHARACTERS)]
     """Folder of its model, or a hub name, as nodes find it."""
+
+
+class Arm(Pinned, frozen=True, kw_only=True):
+    """A version that answers additional prompts."""
+
     share: Share = 0.1
     """Its prompts for each one that is admitted."""
     alpha: Alpha = 0.05
@@ -78,6 +89,13 @@ class Arms(Record, frozen=True, kw_only=True):
     by_name: dict[ArmName, Arm] = {}
     ordered: list[ArmName] = []
     """Those about which an operator has decided: the settings do no more."""
+    compared: dict[ArmName, Pinned] = {}
+    """Sides of comparisons that are being made, each asked by whoever makes it."""
+
+    @property
+    def served(self) -> dict[str, Pinned]:
+        """All that nodes are to serve, by its id."""
+        return {one.arm_id: one for one in (*self.by_name.values(), *self.compared.values())}
 
 
 Level = Annotated[str, Meta(pattern=r"\A-?[0-9]{1,3}\Z")]
@@ -90,6 +108,9 @@ class ArmTicket(EvalTicket, frozen=True, kw_only=True):
     arm_id: TokenText
     number: Count
     """Of the arm's prompts, from 1."""
+    num_samples: Annotated[int, Meta(ge=0, le=MAX_SAMPLES)] = 0
+    """0 has both sides answer as in training; else the arm answers a held-out row alone, as in an evaluation of so many
+    answers to each: ``index`` is its place among the rows of its workflow, and ``sample`` says which answer."""
 
     @property
     def answer(self) -> str:
@@ -105,6 +126,16 @@ class ArmResult(Record, frozen=True, kw_only=True):
     """The arm's answer."""
     newest: EvalResult
     """That of the policy under training."""
+
+
+class ArmAnswer(Record, frozen=True, kw_only=True):
+    """What an arm alone made of a held-out row."""
+
+    arm_id: TokenText
+    number: Count
+    result: EvalResult
+    text: Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)] = ""
+    """What the model said, cut off where that is long."""
 
 
 class OpenPrompt(msgspec.Struct, frozen=True, array_like=True):

@@ -121,8 +121,12 @@ class Names:
         """What was made of them."""
         return f"areal.{self.run}.eval.arms.results.{arm_id if arm_id == '*' else _token(arm_id)}"
 
+    def arm_answers(self, arm_id: str) -> str:
+        """What it has answered alone, for a comparison."""
+        return f"areal.{self.run}.eval.arms.answers.{arm_id if arm_id == '*' else _token(arm_id)}"
+
     def arm_messages(self, arm_id: str) -> str:
-        """Both."""
+        """All of these."""
         return f"areal.{self.run}.eval.arms.*.{arm_id if arm_id == '*' else _token(arm_id)}"
 
     def event(self, kind: str, role: str, instance: str = "0") -> str:

@@ -1,4 +1,4 @@
-"""The arms of a node: a fleet of frozen servers for each.
+"""The arms of a node, and the sides of comparisons: a fleet of frozen servers for each.
 
 What goes wrong with an arm is the arm's: its servers are started again after a while, its tickets are others' until
 then, and the node goes on without it.
@@ -16,7 +16,7 @@ from areal_async.config.settings import PolicySettings, Settings
 from areal_async.errors import PipelineError, leaves_of
 from areal_async.process.bell import Bell
 from areal_async.process.host import visible_gpus
-from areal_async.protocol.arms import Arm, Arms
+from areal_async.protocol.arms import Arms, Pinned
 from areal_async.protocol.subjects import ARMS
 from areal_async.rollout.frozen import FrozenPlace, serve_model
 from areal_async.rollout.named_policies import FrozenModel
@@ -36,7 +36,7 @@ log = structlog.get_logger()
 class ServedArm:
     """An arm whose servers run here."""
 
-    arm: Arm
+    arm: Pinned
     model: FrozenModel
     has_ended: anyio.Event = field(default_factory=anyio.Event)
 
@@ -90,7 +90,7 @@ class NodeArms:
         """
         async with anyio.create_task_group() as keeping:
             async for wanted in self._bus.watch_key(ARMS, Arms, poll_s=POLL_S):
-                arms = {arm.arm_id: arm for arm in wanted.by_name.values()}
+                arms = wanted.served
                 for gone in self._kept.keys() - arms.keys():
                     self._kept.pop(gone).cancel()
                 for new in arms.keys() - self._kept.keys():
@@ -105,7 +105,7 @@ class NodeArms:
             else:
                 await self._changed.wait(self._changed.num_rings)
 
-    async def _keep(self, arm: Arm, until: anyio.CancelScope) -> None:
+    async def _keep(self, arm: Pinned, until: anyio.CancelScope) -> None:
         """Have an arm served, again and again, until it is not wanted any more."""
         with until:
             while True:
@@ -119,7 +119,7 @@ class NodeArms:
                 await anyio.sleep(RETRY_S)
         self.hindrances.pop(arm.name, None)
 
-    async def _serve(self, arm: Arm, first_gpu: int) -> str:
+    async def _serve(self, arm: Pinned, first_gpu: int) -> str:
         """Serve an arm until that comes to nothing; return why."""
         inference = self._settings.inference
         policy = PolicySettings(
@@ -151,7 +151,7 @@ class NodeArms:
             why = str(leaves_of(group)[0])
         return why
 
-    async def _wait_for_room(self, arm: Arm) -> int:
+    async def _wait_for_room(self, arm: Pinned) -> int:
         """Return the first GPU for an arm's server: from the last one down, as added servers come from below."""
         while (place := self._room()) is None:
             self.hindrances[arm.name] = "no GPU of this node is free"

@@ -10,7 +10,7 @@ import structlog
 
 from areal_async.protocol.evaluations import EvalResult, EvalTicket
 from areal_async.protocol.types import Slot, SlotStatus, StoredMessage, Ticket
-from areal_async.rollout.arm_answers import publish_pair
+from areal_async.rollout.arm_answers import publish_failure
 from areal_async.rollout.evaluate import publish_result
 from areal_async.rollout.group import stored_messages
 from areal_async.rollout.node_context import NodeContext
@@ -51,8 +51,7 @@ async def recover(node: NodeContext, file: LoopBlockFile) -> set[RowKey]:
             await publish_result(node, row, result)
             ended.add(row_key(row))
         if (asked := work.arm_ticket) is not None:
-            result = EvalResult(eval_id=asked.eval_id, index=asked.index, error=block.reason)
-            await publish_pair(node, asked, pinned=result, newest=result)
+            await publish_failure(node, asked, block.reason)
             ended.add(row_key(asked))
         log.warning("blockage.recorded", workflow=work.workflow, slot=work.name, at=block.place)
     file.remove()

@@ -8,6 +8,8 @@ import msgspec
 from areal_async.protocol.arms import Arm, ArmState
 from areal_async.versions.comparison import Compared, Comparison, Scores, Side
 
+FOLDER = "arms"
+"""In a run's directory: models of its own versions that nodes serve beside the newest."""
 FILE = "arms.jsonl"
 """In a run's directory: a line for each arm, now and then."""
 

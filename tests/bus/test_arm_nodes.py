@@ -24,7 +24,7 @@ from areal_async.config.settings import (
 )
 from areal_async.inference.commands import most_servers
 from areal_async.protocol import wire
-from areal_async.protocol.arms import Arm, ArmResult, Arms, ArmTicket
+from areal_async.protocol.arms import Arm, ArmAnswer, ArmResult, Arms, ArmTicket, Pinned
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.subjects import ARMS
 from areal_async.rollout import arms as node_arms
@@ -90,13 +90,25 @@ class ArmRun(Run):
     async def set_arms(self, *wanted: Arm) -> None:
         await self.controller.put(ARMS, Arms(by_name={arm.name: arm for arm in wanted}))
 
-    async def ask(self, number: int, *, arm: Arm = ARM, question: str = "easy") -> ArmTicket:
+    async def ask(self, number: int, *, arm: Pinned = ARM, question: str = "easy", num_samples: int = 0) -> ArmTicket:
         ticket = ArmTicket(
             eval_id="1-0", index=3, workflow="play", row={"question": question}, arm=arm.name, arm_id=arm.arm_id,
-            number=number,
+            number=number, num_samples=num_samples,
         )  # fmt: skip
         await self.controller.publish(self.names.arm_tickets(arm.arm_id), ticket, msg_id=ticket.answer)
         return ticket
+
+    async def answers(self, num_answers: int) -> list[ArmAnswer]:
+        """What arms answered alone."""
+        found: list[ArmAnswer] = []
+
+        async def are_there() -> bool:
+            messages = await self.operator.read_log(self.names.eval_stream, self.names.arm_answers("*"))
+            found[:] = [wire.decode(message.data, ArmAnswer) for message in messages]
+            return len(found) >= num_answers
+
+        await until(are_there)
+        return sorted(found, key=lambda answer: answer.number)
 
     async def results(self, num_results: int) -> list[ArmResult]:
         found: list[ArmResult] = []
@@ -109,7 +121,7 @@ class ArmRun(Run):
         await until(are_there)
         return sorted(found, key=lambda result: result.number)
 
-    async def num_tickets(self, arm: Arm = ARM) -> int:
+    async def num_tickets(self, arm: Pinned = ARM) -> int:
         subject = self.names.arm_tickets(arm.arm_id)
         return (await self.operator.stored_by_subject(self.names.eval_stream, subject)).get(subject, 0)
 
@@ -156,6 +168,24 @@ async def test_a_prompt_is_answered_by_the_arm_and_by_the_newest_weights_and_not
     assert await run.num_tickets() == 0
     assert await run.stored() == []
     assert list(states) == [run.names.server_key("n0-0")], "nobody waits for an arm's weights"
+
+
+async def test_a_side_of_a_comparison_answers_alone_as_in_an_evaluation_of_so_many_answers(run: ArmRun) -> None:
+    side = Pinned(name="compare_1_a", arm_id="compare_1_a-1", version="1-0", path=str(MODEL))
+    await run.announce("1-4")
+    await run.controller.put(ARMS, Arms(compared={side.name: side}))
+    await run.ask(1, arm=side, num_samples=1)
+    await run.ask(2, arm=side, question="hard", num_samples=2)
+
+    async with run.running_node():
+        easy, hard = await run.answers(2)
+
+    assert (easy.arm_id, easy.number, easy.result.index, easy.result.reward) == ("compare_1_a-1", 1, 3, 12.0)
+    assert easy.result.num_tokens == 12
+    assert easy.text
+    assert "too hard" in hard.result.error
+    assert await run.results(0) == [], "no pair"
+    assert await run.num_tickets(side) == 0
 
 
 async def test_it_is_served_while_it_is_wanted_and_its_prompts_wait_where_it_is_not(run: ArmRun) -> None:

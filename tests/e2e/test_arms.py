@@ -1,4 +1,4 @@
-"""A real run with an arm whose controller, broker, node and server are killed: its share, its pairs, its end."""
+"""A real run with an arm and a gate whose controller, broker and node are killed: its share, pairs and champions."""
 
 import json
 import os
@@ -17,14 +17,16 @@ from areal_async.monitor.snapshot import NUM_READ, read_events
 from areal_async.protocol.arms import Arms, ArmState
 from areal_async.protocol.subjects import ADMITTED, ARMS
 from areal_async.protocol.types import Admitted
+from areal_async.versions import tags
 from tests.documents import ROOT
 from tests.e2e.scene import broker_pid, look
 from tests.e2e.test_run import Run, assert_accounts, collect, role_processes, said_by, wait_until
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.nightly]
 
 NUM_STEPS = 80
 SHARE = 0.1
+EVERY_STEPS = 16
 
 
 def spoiled(folder: Path) -> Path:
@@ -37,6 +39,7 @@ def spoiled(folder: Path) -> Path:
 
 
 async def _left(run: Run) -> tuple[Admitted, ArmState, list[dict[str, Any]]]:
+    """Return the record of admissions, what the arm came to, and all events."""
     async with visit(RunDirectory(run.directory.absolute())) as (_, bus):
         admitted, _ = await bus.get(ADMITTED, Admitted)
         arms, _ = await bus.get(ARMS, Arms)
@@ -45,18 +48,19 @@ async def _left(run: Run) -> tuple[Admitted, ArmState, list[dict[str, Any]]]:
         assert arms is not None
         assert state is not None
         assert state.arm_id == arms.by_name["noise"].arm_id
-        told = [one for one in await read_events(bus, limit=NUM_READ) if one["event"] == "arm.decided"]
-        return admitted, state, told
+        return admitted, state, await read_events(bus, limit=NUM_READ)
 
 
-def test_its_share_is_exact_no_token_of_it_is_trained_and_it_is_told_apart_once_whoever_is_killed(
+def test_shares_are_exact_nothing_of_an_arm_is_trained_and_each_champion_is_made_once_whoever_is_killed(
     tmp_path: Path,
 ) -> None:
+    """Each version that is evaluated is promoted, as the gate asks for no more than -1."""
     noise = spoiled(tmp_path / "noise")
     run = Run(
         tmp_path, "armed", run__steps=NUM_STEPS, rollout__batch_groups=8, arms__noise__path=noise,
-        arms__noise__share=SHARE,
+        arms__noise__share=SHARE, eval__every_steps=EVERY_STEPS, gate__action="promote", gate__at_least=-1,
     )  # fmt: skip
+    run.faults = "controller.after_comparison:1:kill controller.after_tag:2:kill"
     with run.start() as process:
         run.wait_for_step(10, process)
         wait_until(lambda: look(run).arms["noise"]["num_pairs"] > 0, "a pair")
@@ -73,7 +77,8 @@ def test_its_share_is_exact_no_token_of_it_is_trained_and_it_is_told_apart_once_
         ended = collect(process)
 
     assert ended.returncode == 0, ended.stdout
-    admitted, state, told = anyio.run(_left, run)
+    admitted, state, events = anyio.run(_left, run)
+    told = [one for one in events if one["event"] == "arm.decided"]
     print(f"{admitted.total} admitted, {state.num_asked} asked, {state.num_pairs} pairs, {told}")
     assert abs(state.num_asked / admitted.total - SHARE) <= 0.02 * SHARE + 1 / admitted.total
     assert state.num_asked - len(state.open) == state.num_pairs + state.num_failed
@@ -90,3 +95,12 @@ def test_its_share_is_exact_no_token_of_it_is_trained_and_it_is_told_apart_once_
     lines = [json.loads(line) for line in (run.directory / "arms.jsonl").read_text().splitlines()]
     counts = [line["num_pairs"] for line in lines]
     assert counts == sorted(counts)
+    assert run.has_fired("controller.after_comparison")
+    assert run.has_fired("controller.after_tag")
+    champions = [(line.version, line.was, line.comparison) for line in tags.history(run.directory)]
+    versions = [version for version, _, _ in champions]
+    print(f"champions {champions}")
+    assert [int(version.partition("-")[2]) for version in versions] == [*range(EVERY_STEPS, NUM_STEPS + 1, EVERY_STEPS)]
+    before = ["", *versions[:-1]]
+    assert champions == [(one, was, was and f"gate_{was}_{one}") for one, was in zip(versions, before, strict=True)]
+    assert [one["version"] for one in events if one["event"] == "version.tagged"] == versions

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from areal_async.cli.compare import contenders, pair, place_of, tell, text_of
+from areal_async.cli.compare.contenders import contenders, pair
+from areal_async.cli.compare.verb import place_of, tell, text_of
 from areal_async.cli.main import VERBS, main, split_overrides
 from areal_async.config.sources import dump_settings, load_settings
 from areal_async.errors import UserError

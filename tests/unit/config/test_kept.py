@@ -15,7 +15,7 @@ MAY_CHANGE = {
     "tasks.*.eval": """dataset.path dataset.python dataset.seeds dataset.environment dataset.env dataset.name
         dataset.split limit""",
     "eval": """every_steps dataset.path dataset.python dataset.seeds dataset.environment dataset.env dataset.name
-        dataset.split limit samples""",
+        dataset.split limit samples share""",
     "rollout": """min_group_size accept_truncation_bias batch_groups max_staleness when_stale episode_deadline_s
         setup_deadline_s loop_deadline_s max_trajectories_per_node max_boxes max_trajectory_bytes linger_ms
         max_stream_bytes max_image_stream_bytes
