@@ -2,6 +2,7 @@
 
 import json
 import signal
+from typing import Any
 
 from areal_async.versions import tags
 from tools.faults_broker import broker_pid, wait_broker_back
@@ -65,7 +66,10 @@ def _goes_on_from(run: FaultRun, step: int) -> bool:
 @row("5d", "promotion by the gate: controller kill -9 around comparison and tag, broker between", is_random=True)
 def killed_as_a_version_is_promoted(case: Case) -> None:
     kills = " ".join(f"{point}:{case.rng.randint(1, 2)}:kill" for point in GATE_POINTS)
-    held_out = {"eval__dataset": json.dumps({"path": "configs/data/gsm8k_tiny_test.jsonl"}), "eval__limit": 8}
+    held_out: dict[str, Any] = {
+        "eval__dataset": json.dumps({"path": "configs/data/gsm8k_tiny_test.jsonl"}),
+        "eval__limit": 8,
+    }
     run = case.new_run(
         faults=kills, eval__every_steps=3, gate__action="promote", gate__at_least=-1, trainer__keep_checkpoints=2,
         run__steps=24, **held_out,

@@ -23,7 +23,7 @@ PATTERNS = (
 """From the repository's root."""
 
 
-class BuildWithTemplates(build_py):
+class BuildWithTemplates(build_py):  # type: ignore[misc]  # has no types
     """Builds the package with the files of ``PATTERNS``; an editable installation reads them where they are."""
 
     def _get_data_files(self) -> Any:

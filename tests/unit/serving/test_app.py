@@ -28,6 +28,7 @@ from tests.brokers import until
 from tests.unit.rollout.endpoint.scripted_endpoint import QUESTION, chat, said
 from tests.unit.rollout.endpoint.test_images import shown
 from tests.unit.rollout.seeing import seeing_codec
+from tests.unit.serving import scripted
 from tests.unit.serving.scripted import KEY, KEY_OF_BEN, NUM_TOKENS, Served, Stage, Voice, served
 
 pytestmark = pytest.mark.anyio
@@ -327,7 +328,7 @@ class Flood(Voice):
 
     async def generate(self, *args: Any, on_tokens: Any, **_: Any) -> tuple[Turn, ServerHandle]:
         for _ in range(8):
-            on_tokens(said("x") * 100_000)
+            on_tokens(said("x")[:1] * 20_000)
             await anyio.sleep(0.01)
         await anyio.sleep_forever()
         raise AssertionError
@@ -336,6 +337,12 @@ class Flood(Voice):
 async def test_a_client_that_hardly_reads_keeps_no_place_beyond_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def bound(host: str, port: int) -> socket.socket:
+        one = bound_socket(host, port)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return one
+
+    monkeypatch.setattr(scripted, "bound_socket", bound)
     monkeypatch.setattr(app, "LATE_END_S", 0.1)
     stage = staged()
     stage.voices["1-1"] = Flood("1-1")
