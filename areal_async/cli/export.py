@@ -12,6 +12,7 @@ from areal_async.process.stdio import say
 from areal_async.protocol.types import Version
 from areal_async.trainer.output.checkpoint_retention import name_best
 from areal_async.versions.resolve import kept
+from areal_async.versions.tags import LAST
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -22,7 +23,10 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     directory = find_run(arguments.run).path
     settings = find_run(arguments.run).read_settings()
-    with kept(directory, settings, arguments.checkpoint, option="--checkpoint") as version:
+    if arguments.version is not None and arguments.checkpoint is not None:
+        raise UserError("--checkpoint: got --version as well, need one of the two")
+    option = "--version" if arguments.checkpoint is None else "--checkpoint"
+    with kept(directory, settings, arguments.version or arguments.checkpoint or LAST, option=option) as version:
         output = Path(arguments.output) if arguments.output else directory / f"model_{version}"
         if output.exists():
             raise UserError(f"export: {output} is there already; remove it, or name another --output")

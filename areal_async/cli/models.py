@@ -143,14 +143,14 @@ def tell(acts: Sequence[audit.Act], *, as_json: bool) -> None:
 
 
 def delete(directories: Iterable[Path], rule: str, *, keep_newest: int, does: bool) -> int:
-    """Delete what a rule lets go, or say what that is."""
+    """Delete what a rule lets go, or say what that is; the status is 1 where something of it could not be deleted."""
     status, num_bytes, count = 0, 0, 0
     for directory in directories:
         try:
             gone = _delete_of(RunDirectory(directory.absolute()), rule, keep_newest=keep_newest, does=does)
         except* (UserError, BusError) as group:
             say(f"{directory.name}: nothing of it is deleted: {leaves_of(group)[0]}")
-            status, gone = 1, []
+            status, gone = int(does), []
         count, num_bytes = count + len(gone), num_bytes + sum(one.num_bytes for one in gone)
     done = "deleted" if does else "would be deleted; --yes deletes them"
     say(f"{count} folders of {size_text(num_bytes)} {done}")

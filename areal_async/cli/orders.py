@@ -11,7 +11,7 @@ import anyio
 
 from areal_async.bus import Bus, Report, ask_service
 from areal_async.errors import BusError, UnansweredError, UserError
-from areal_async.launch.run import visit_live
+from areal_async.launch.run import NotLiveError, visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.process.stdio import say
 from areal_async.protocol.fields import MAX_EXACT
@@ -55,7 +55,9 @@ async def give(directory: RunDirectory, bus: Bus, order: str, body: Mapping[str,
     """Give one order to a live run, and return what the controller answers.
 
     Raises:
-        UserError: the controller refuses; or nobody answers, or the run has ended.
+        UserError: the controller refuses.
+        UnansweredError: nobody answers.
+        NotLiveError: the run has ended.
     """
     try:
         return await ask_service(bus, bus.names.control(order), body, deadline_s=ANSWER_DEADLINE_S)
@@ -63,7 +65,7 @@ async def give(directory: RunDirectory, bus: Bus, order: str, body: Mapping[str,
         if not await _has_ended(directory, bus):
             raise
         run = bus.names.run
-        raise UserError(f"run {run}: has ended, and takes no orders; status --run {run} tells how") from exc
+        raise NotLiveError(f"run {run}: has ended, and takes no orders; status --run {run} tells how") from exc
 
 
 async def _has_ended(directory: RunDirectory, bus: Bus) -> bool:

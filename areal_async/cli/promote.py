@@ -8,7 +8,7 @@ import msgspec
 
 from areal_async.cli.orders import give, who
 from areal_async.errors import UserError
-from areal_async.launch.run import visit_live
+from areal_async.launch.run import NotLiveError, visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.process.stdio import say
 from areal_async.telemetry import log
@@ -24,15 +24,25 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     log.quieten()
     wanted = wanted_of(arguments)
     directory = find_run(arguments.run)
-    if directory.is_live:
-        answer = anyio.run(_order, directory, wanted, backend_options={"use_uvloop": True})
-        version, was = str(answer.get("version", "")), str(answer.get("was", ""))
-    else:
-        tag = promote(directory.path, directory.read_settings(), wanted)
-        version, was = tag.version, tag.was
+    version, was = _ordered(directory, wanted) or _done_here(directory, wanted)
     before = f", in place of {was}" if was else ""
     say(f"{directory.path.name}: {wanted.tag} is {version or 'no version'} now{before}")
     return 0
+
+
+def _ordered(directory: RunDirectory, wanted: Promotion) -> tuple[str, str] | None:
+    """Have a live run's controller do it; None where the run does not live, or ends just now."""
+    answer: dict[str, object] | None = None
+    try:
+        answer = anyio.run(_order, directory, wanted, backend_options={"use_uvloop": True})
+    except* NotLiveError:
+        pass
+    return None if answer is None else (str(answer.get("version", "")), str(answer.get("was", "")))
+
+
+def _done_here(directory: RunDirectory, wanted: Promotion) -> tuple[str, str]:
+    tag = promote(directory.path, directory.read_settings(), wanted)
+    return tag.version, tag.was
 
 
 def wanted_of(arguments: argparse.Namespace) -> Promotion:

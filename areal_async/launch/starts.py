@@ -22,11 +22,13 @@ from areal_async.errors import BusError, UserError
 from areal_async.launch.orders import goes_back
 from areal_async.launch.run_directory import RunDirectory, SettingsSources
 from areal_async.launch.supervisor import Notify
+from areal_async.protocol.arms import Arms
 from areal_async.protocol.events import RunOrdered, SettingChanged
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.run_state import Changes, Rollback, RunState
-from areal_async.protocol.subjects import ADMITTED, CHANGES, CHECKPOINT, ROLLBACK, RUN_STATE
+from areal_async.protocol.subjects import ADMITTED, ARMS, CHANGES, CHECKPOINT, ROLLBACK, RUN_STATE
 from areal_async.protocol.types import Admitted, CheckpointRecord, Cut, CutKind, Version, WeightsVersion
+from areal_async.versions.arms import remove_unserved
 
 RESUMED = "the run was resumed with it"
 """Why a setting has changed that no order has."""
@@ -93,6 +95,8 @@ async def begin(bus: Bus, directory: RunDirectory, settings: Settings, start: St
         event = SettingChanged(setting=one.name, before=one.before, after=one.after, by=start.by, reason=RESUMED)
         await _note(bus, directory, event)
     await _note(bus, directory, RunOrdered(order="start", by=start.by, reason=""))
+    arms, _ = await bus.get(ARMS, Arms)
+    await anyio.to_thread.run_sync(remove_unserved, directory.path, arms or Arms())
 
 
 async def _note(bus: Bus, directory: RunDirectory, event: RunOrdered | SettingChanged) -> None:

@@ -40,6 +40,7 @@ from areal_async.rollout.endpoint.http import (
     key_of,
     list_models,
     parse_body,
+    read_beside,
     without_version,
 )
 from areal_async.rollout.endpoint.reading import Unsupported
@@ -373,7 +374,8 @@ class _Answer:
         """
         request, origin = self._request, self._origin
         headers = Headers(scope=request.scope)
-        arm = self._app.assign(read_asked(body, headers.get(SESSION, "")), origin)
+        asked = await read_beside(body, partial(read_asked, session=headers.get(SESSION, "")))
+        arm = self._app.assign(asked, origin)
         async with arm.answering() as served:
             request.headers |= {ARM: arm.name, VERSION: served.version}
             policy, session = self._app.open(served, request.headers[REQUEST_ID])

@@ -1,17 +1,29 @@
 """What an arm has come to: in words, from its summary as ``arms.jsonl`` keeps it, and as a comparison."""
 
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from areal_async.protocol.arms import Arm, ArmState
+from areal_async.protocol.arms import Arm, Arms, ArmState
 from areal_async.versions.comparison import Compared, Comparison, Scores, Side
 
 FOLDER = "arms"
 """In a run's directory: models of its own versions that nodes serve beside the newest."""
 FILE = "arms.jsonl"
 """In a run's directory: a line for each arm, now and then."""
+
+
+def remove_unserved(run_directory: Path, arms: Arms) -> None:
+    """Delete the models that were written for nodes and that nobody is to serve: whoever wrote them was killed."""
+    served = {Path(arm.path).name for arm in arms.by_name.values()}
+    with suppress(FileNotFoundError):
+        for folder in (run_directory / FOLDER).iterdir():
+            if folder.name not in served:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def arm_text(arm: Mapping[str, Any]) -> str:
@@ -45,6 +57,7 @@ def comparison_of(arm: Arm, state: ArmState, *, run: str) -> Comparison:
         model="" if arm.version else arm.path,
     )
     made = Comparison.of(newest, pinned, num_samples=1, rows={}, question={"arm": arm.arm_id}, at=arm.at, by=arm.by)
+    made = msgspec.structs.replace(made, alpha=arm.alpha)
     overall = Compared(
         task="",
         num_rows=state.num_pairs,

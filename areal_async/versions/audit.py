@@ -45,5 +45,5 @@ def _act(line: Mapping[str, Any], what: str) -> Act:
 
 def _tags(run_directory: Path) -> Iterator[Act]:
     for tag in tags.history(run_directory):
-        behind = f" by comparison {tag.comparison}" if tag.comparison else ""
+        behind = " by force" if tag.is_forced else f" by comparison {tag.comparison}" if tag.comparison else ""
         yield Act(tag.at, tag.by, f"tag {tag.tag}: {tag.was or 'none'} -> {tag.version or 'none'}{behind}", tag.why)

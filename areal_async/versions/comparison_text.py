@@ -18,7 +18,8 @@ def sentences(comparison: Comparison) -> Iterator[str]:
     """Yield what each task came to, and all of them where there are several: a line, and one for each side."""
     a, b = comparison.a, comparison.b
     for one in parts(comparison):
-        yield f"{one.task or 'all tasks'}: {b.name} {told_difference(one)} against {a.name}, {told_rows(one)}"
+        difference = told_difference(one, comparison.alpha)
+        yield f"{one.task or 'all tasks'}: {b.name} {difference} against {a.name}, {told_rows(one)}"
         for side, scores in ((a, one.a), (b, one.b)):
             yield f"  {side.name}: {told_scores(scores)}"
 
@@ -29,16 +30,23 @@ def parts(comparison: Comparison) -> list[Compared]:
     return [*comparison.tasks, *overall]
 
 
-def told_difference(one: Compared) -> str:
+def told_difference(one: Compared, alpha: float) -> str:
     """Return ``+0.052 (95 % interval +0.012 to +0.094)``."""
     if one.difference is None:
         return "has no row that both have answered"
-    return f"{one.difference:+.3f}" + (f" ({ends})" if (ends := told_interval(one)) else "")
+    return f"{one.difference:+.3f}" + (f" ({ends})" if (ends := told_interval(one, alpha)) else "")
 
 
-def told_interval(one: Compared) -> str:
-    """Return ``95 % interval +0.012 to +0.094``; nothing where it has none."""
-    return "" if one.low is None or one.high is None else f"95 % interval {one.low:+.3f} to {one.high:+.3f}"
+def told_interval(one: Compared, alpha: float) -> str:
+    """Return ``95 % interval +0.012 to +0.094``, by the chance that it is wrong; nothing where it has none."""
+    if one.low is None or one.high is None:
+        return ""
+    return f"{told_level(alpha)} {one.low:+.3f} to {one.high:+.3f}"
+
+
+def told_level(alpha: float) -> str:
+    """Return ``95 % interval`` of one that is wrong with this chance."""
+    return f"{100 * (1 - alpha):g} % interval"
 
 
 def told_rows(one: Compared) -> str:
@@ -77,7 +85,7 @@ def markdown(comparison: Comparison, changed: Sequence[Changed], rows: Mapping[t
     Args:
         rows: text of those rows.
     """
-    a, b, interval = comparison.a, comparison.b, f"{100 * (1 - comparison.alpha):g} % interval"
+    a, b, interval = comparison.a, comparison.b, told_level(comparison.alpha)
     lines = [
         f"# {_plain(b.name)} against {_plain(a.name)}",
         "",

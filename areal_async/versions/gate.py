@@ -21,7 +21,7 @@ from areal_async.protocol.types import Version
 from areal_async.versions import comparison, evaluations, tags
 from areal_async.versions.accuracy import PASS_REWARD
 from areal_async.versions.comparison import Answer, Comparison, Side, Which
-from areal_async.versions.comparison_text import markdown
+from areal_async.versions.comparison_text import markdown, told_level
 from areal_async.versions.promotion import standing_in
 from areal_async.versions.tags import Tag
 
@@ -188,7 +188,7 @@ def _verdict(made: Comparison, settings: Settings, version: Version, against: st
         raise UserError(f"comparison {made.comparison_id}: {version} and {against} have fewer than two rows in common")
     sentence = (
         f"{gate.metric} {standing.difference:+.3f} against {gate.against} {against} "
-        f"({100 * (1 - made.alpha):g} % interval {standing.low:+.3f} to {standing.high:+.3f}, {overall.num_rows} rows)"
+        f"({told_level(made.alpha)} {standing.low:+.3f} to {standing.high:+.3f}, {overall.num_rows} rows)"
     )
     is_worse = standing.high < 0
     return Verdict(

@@ -16,6 +16,7 @@ from areal_async.protocol.fields import MAX_REWARD
 from areal_async.protocol.types import Record, Version
 from areal_async.versions import tags
 from areal_async.versions.comparison import FOLDER, RESULT, Comparison, read_result
+from areal_async.versions.comparison_text import told_level
 from areal_async.versions.resolve import kept
 from areal_async.versions.tags import ShortText, Tag
 
@@ -49,6 +50,8 @@ class Standing(NamedTuple):
     low: float
     high: float
     """Ends of its interval."""
+    alpha: float
+    """Chance that it does not hold the difference."""
 
 
 def promote(run_directory: Path, settings: Settings, wanted: Promotion) -> Tag:
@@ -82,9 +85,10 @@ def standing_in(comparison: Comparison, version: Version, run: str) -> Standing 
         return None
     name = str(version)
     if (b.run, b.version) == (run, name):
-        return Standing(comparison.comparison_id, overall.difference, overall.low, overall.high)
+        return Standing(comparison.comparison_id, overall.difference, overall.low, overall.high, comparison.alpha)
     if (a.run, a.version) == (run, name):
-        return Standing(comparison.comparison_id, -overall.difference, -overall.high, -overall.low)
+        low, high = -overall.high, -overall.low
+        return Standing(comparison.comparison_id, -overall.difference, low, high, comparison.alpha)
     return None
 
 
@@ -105,9 +109,9 @@ def _check(run_directory: Path, wanted: Promotion, version: Version, has: str) -
         )
     if not standing.low >= wanted.at_least:  # as nothing is at least nan
         raise UserError(
-            f"promote: in comparison {standing.comparison_id} {version} gets {standing.difference:+.3g} (95 % interval "
-            f"{standing.low:+.3g} to {standing.high:+.3g}), need at least {wanted.at_least:+.3g} at its low end; "
-            "compare more rows, give --at-least, or --force"
+            f"promote: in comparison {standing.comparison_id} {version} gets {standing.difference:+.3g} "
+            f"({told_level(standing.alpha)} {standing.low:+.3g} to {standing.high:+.3g}), need at least "
+            f"{wanted.at_least:+.3g} at its low end; compare more rows, give --at-least, or --force"
         )
     return standing.comparison_id
 
@@ -135,7 +139,14 @@ def _newest_first(run_directory: Path, comparison_id: str) -> Iterator[Compariso
 
 
 def _write(run_directory: Path, wanted: Promotion, *, version: str, comparison: str, over: str) -> Tag:
-    tag = Tag(tag=wanted.tag, version=version, by=wanted.by, why=wanted.reason, comparison=comparison)
+    tag = Tag(
+        tag=wanted.tag,
+        version=version,
+        by=wanted.by,
+        why=wanted.reason,
+        comparison=comparison,
+        is_forced=wanted.force and bool(version),
+    )
     written = tags.write(run_directory, tag, over=over)
     if written is None:
         raise UserError(f"tag {wanted.tag}: somebody has just moved it; look who (models --audit), and try again")

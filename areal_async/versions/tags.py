@@ -48,6 +48,8 @@ class Tag(Record, frozen=True, kw_only=True):
     """Id of the comparison behind it; empty where there is none."""
     was: OptionalVersionText = ""
     """Version that had the tag until then; empty where none had."""
+    is_forced: bool = False
+    """Whatever a comparison says."""
 
 
 def read(run_directory: Path) -> dict[str, Tag]:

@@ -86,6 +86,7 @@ def test_nothing_of_a_live_run_is_deleted_nor_of_one_that_cannot_be_asked(
     before, wanted = _there(stopped), ["models", "--folder", str(stopped.path.parent), "--delete", "untagged", "--yes"]
     with stopped.locked("test"):
         assert main(wanted) == 1
+        assert main(wanted[:-1]) == 0, "who only looks has made no mistake"
     assert "test: nothing of it is deleted: it lives" in capsys.readouterr().out
     (stopped.path / "bus" / "url").unlink()
 

@@ -11,6 +11,7 @@ from areal_async.cli import orders
 from areal_async.cli.orders import give
 from areal_async.config.settings import Settings
 from areal_async.errors import UnansweredError, UserError
+from areal_async.launch.run import NotLiveError
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.protocol.run_state import RunState
 from areal_async.protocol.subjects import RUN_STATE
@@ -89,5 +90,5 @@ async def test_a_live_run_without_its_controller_has_not_ended_but_a_finished_on
         await give(directory, bus, "pause", {})
 
     await bus.put(RUN_STATE, RunState(state="finished"))
-    with pytest.raises(UserError, match=ENDED):
+    with pytest.raises(NotLiveError, match=ENDED):
         await give(directory, bus, "pause", {})

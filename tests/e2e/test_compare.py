@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from areal_async.process.json_lines import read_json_lines
-from tests.e2e.test_run import REPOSITORY, Run, said, said_by, wait_until
+from tests.e2e.test_run import REPOSITORY, Run, collect, said, said_by, wait_until
 from tests.unit.inference.embedded_engine import Server
 
 MODEL = REPOSITORY / "configs" / "models" / "tiny"
@@ -154,6 +154,41 @@ def test_of_a_real_run_a_later_checkpoint_is_accepted_and_one_made_worse_by_nois
     assert said_by("promote", run.directory, "2-24").returncode == 2
     promoted = said_by("promote", run.directory, "1-24")
     assert promoted.returncode == 0, promoted.stderr
+
+
+@pytest.mark.nightly
+def test_nodes_of_a_live_run_answer_beside_training_and_go_on_after_ctrl_c(tmp_path: Path) -> None:
+    run = Run(tmp_path, "live", run__steps=400, trainer__keep_checkpoints=200, eval__share=1.0)
+    words = ["--versions", "1-2,1-4", "--limit", "16", "--samples", "2", "--json"]
+    command = [sys.executable, "-m", "areal_async", "compare", "--run", str(run.directory), *words]
+
+    def answers() -> list[dict[str, Any]]:
+        return [one for path in run.directory.glob("comparisons/*/answers.jsonl") for one in read_json_lines(path)]
+
+    with run.start() as process:
+        run.wait_for_step(5, process)
+        with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL) as asking:
+            wait_until(lambda: len(answers()) > 4 or asking.poll() is not None, "some answers of the first side")
+            asking.send_signal(signal.SIGINT)
+        before = answers()
+        is_left = any((run.directory / "arms").iterdir())
+        again = said_by("compare", run.directory, *words)
+        assert said_by("stop", run.directory).returncode == 0
+        ended = collect(process)
+
+    assert asking.returncode == 130
+    assert 4 < len(before) < 64
+    assert not is_left, "its model goes with it"
+    assert again.returncode == 0, again.stderr
+    assert "answered by nodes" in again.stderr
+    assert len(texts(answers())) == len(answers()) == 64
+    assert answers()[: len(before)] == before
+    overall = json.loads(again.stdout)["overall"]
+    assert (overall["num_rows"], overall["a"]["num_failed"], overall["b"]["num_failed"]) == (16, 0, 0)
+    assert ended.returncode == 0, ended.stdout
+    assert not any("compare" in str(row["sample_uid"]) for row in run.trained)
+    doctor = said_by("doctor", run.directory)
+    assert doctor.returncode == 0, doctor.stdout
 
 
 def worsen(checkpoint: Path, into: Path) -> None:

@@ -109,7 +109,7 @@ async def _ask(
     try:
         async with visit_live(directory) as (settings, bus):
             is_whole = await NodeQuestions(bus, settings, folder, which, side, rows).run()
-    except* (NotLiveError, BusError):
+    except* (NotLiveError, UnansweredError, BusError):
         if directory.is_live:
             raise
     if is_whole:

@@ -97,6 +97,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name}: got it with {given[0]}, which has its own; leave one of them out")
     if arguments.models is not None and arguments.servers is not None:
         raise UserError("--models: got --servers as well, whose models are their own; leave one of them out")
+    if arguments.output is not None:
+        check_place("--output", Path(arguments.output))
     if arguments.limit is not None and arguments.limit < 1:
         raise UserError(f"--limit: got {arguments.limit}, need at least 1")
     if arguments.at_least is not None and not math.isfinite(arguments.at_least):

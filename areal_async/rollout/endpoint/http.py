@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -28,6 +28,7 @@ LONG_BODY_BYTES = 256 << 10
 _versions = re.compile("/*(?:v1/)*").match  # at once: anybody may send a path of thousands
 _ANTHROPIC_HEADERS = ("anthropic-version", "x-api-key")
 
+T = TypeVar("T")
 ErrorWriter = Callable[[Refusal], ErrorAnswer]
 
 
@@ -147,8 +148,12 @@ async def parse_body(api: PostRoute, body: bytes, session: Session) -> ApiExchan
     Raises:
         Refusal: it is malformed, or wants what cannot be had.
     """
-    parse = partial(api.parse, body, session)
-    return await run_beside(parse) if len(body) > LONG_BODY_BYTES else parse()
+    return await read_beside(body, lambda whole: api.parse(whole, session))
+
+
+async def read_beside(body: bytes, read: Callable[[bytes], T]) -> T:
+    """Return what is read of a body: of a long one beside the loop."""
+    return await run_beside(partial(read, body)) if len(body) > LONG_BODY_BYTES else read(body)
 
 
 def without_version(path: str) -> str:

@@ -73,6 +73,7 @@ FILE = "workflows/mine.py"
         (["--run", "one", "--b", "rollout.sampling.topk=1"], "unknown setting rollout.sampling.topk on the command "),
         (["--run", "none", "--versions", "1-2,1-4"], "--run: got none, need the name of a run in "),
         (["--run", "one", "--versions", "1-2,1-7"], "--versions: "),
+        (["--run", "one", "--output", "/dev/null/x"], "--output: got /dev/null/x, need what can be written: "),
         (["--run", "one", "--versions", "1-2,1-2"], "compare: got 1-2 and the same again, need two that answer "),
         (["--run", "one", "--versions", "1-4,last"], "compare: got 1-4 and the same again, need two that answer "),
         (["--run", "one"], "compare: got 1-4 and the same again, need two that answer otherwise; "),

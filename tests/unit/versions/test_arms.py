@@ -25,7 +25,7 @@ from areal_async.monitor.top.view import TopView
 from areal_async.protocol.arms import Arm, Arms, ArmState, OpenPrompt, summary
 from areal_async.protocol.types import Version
 from areal_async.telemetry.exporters.samples import samples
-from areal_async.versions.arms import arm_text, comparison_of
+from areal_async.versions.arms import arm_text, comparison_of, remove_unserved
 from areal_async.versions.comparison import read_result, write_result
 from areal_async.versions.promotion import standing_in
 from tests.unit.cli.reports import report
@@ -124,8 +124,24 @@ def test_it_is_a_comparison_that_keeps_its_name_however_many_pairs_there_are(tmp
     assert (overall.difference, overall.low, overall.high) == (pytest.approx(0.3), -0.125, 0.5)
     assert (overall.wins, overall.ties, overall.losses, overall.num_left_out) == (4, 5, 1, 2)
     assert (overall.a.accuracy, overall.b.accuracy, overall.b.is_graded) == (0.4, 0.7, False)
+    careful = standing_in(
+        comparison_of(msgspec.structs.replace(ARM, alpha=0.01), STATE, run="seen"), Version(1, 4), "seen"
+    )
+    assert careful is not None
+    assert careful.alpha == 0.01
     folder = comparison_of(msgspec.structs.replace(ARM, version="", path="/models/other"), STATE, run="seen")
     assert (folder.b.model, folder.b.run, folder.b.version) == ("/models/other", "", "")
+
+
+def test_models_that_nobody_is_to_serve_are_deleted_at_the_next_start(tmp_path: Path) -> None:
+    remove_unserved(tmp_path, Arms())
+    for name in ("old-1-4", "compare_1_a", "half.partial"):
+        (tmp_path / "arms" / name).mkdir(parents=True)
+    kept = msgspec.structs.replace(ARM, path=str(tmp_path / "arms" / "old-1-4"))
+
+    remove_unserved(tmp_path, Arms(by_name={"old": kept}, compared={"c": ARM}))
+
+    assert [path.name for path in (tmp_path / "arms").iterdir()] == ["old-1-4"]
 
 
 def test_prometheus_has_its_numbers_under_its_name() -> None:

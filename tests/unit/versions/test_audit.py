@@ -20,6 +20,7 @@ def test_who_did_what_and_why_is_one_table(tmp_path: Path) -> None:
         tmp_path, SettingChanged(setting="trainer.lr", before=1e-6, after=2e-6, by="bob", reason="slow", at=_at(2))
     )
     record_change(tmp_path, RunOrdered(order="stop", by="bob", reason="lunch", at=_at(5)))
+    tags.write(tmp_path, Tag(tag="champion", version="1-9", by="ada", why="I know", is_forced=True, at=_at(7)))
 
     assert audit.read(tmp_path) == [
         (_at(1), "ada", "start", ""),
@@ -27,6 +28,7 @@ def test_who_did_what_and_why_is_one_table(tmp_path: Path) -> None:
         (_at(4), "gate", "tag champion: none -> 1-20 by comparison c", "better"),
         (_at(5), "bob", "stop", "lunch"),
         (_at(6), "ada", "tag champion: 1-20 -> none", "worse"),
+        (_at(7), "ada", "tag champion: none -> 1-9 by force", "I know"),
     ]
 
 

@@ -1,5 +1,6 @@
 """A comparison is told in sentences, and as Markdown in which what models said is no markup."""
 
+import msgspec
 import pytest
 
 from areal_async.versions.comparison import Answer, Comparison, Side, changed_rows
@@ -13,6 +14,7 @@ def test_each_task_has_a_sentence_and_a_line_for_each_side() -> None:
     first, *sides = sentences(made)
 
     assert first.startswith("w: 1-40 +0.071 (95 % interval +0.010 to +0.")
+    assert "(90 % interval " in next(sentences(msgspec.structs.replace(made, alpha=0.1)))
     assert first.endswith(" against 1-20, 99 rows: 9 won, 88 tied, 2 lost, McNemar p 0.0654, 1 left out, "
                           "which one of them has not answered")  # fmt: skip
     assert sides == [

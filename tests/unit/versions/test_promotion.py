@@ -105,7 +105,8 @@ def test_force_goes_without_and_a_margin_lets_a_little_worse_pass(run: Run) -> N
     run.compare("1-10", "1-20", gain=-0.1)
 
     assert run.promote("1-20", at_least=-0.2).version == "1-20"
-    assert run.promote("1-30", force=True).was == "1-20"
+    forced = run.promote("1-30", force=True)
+    assert (forced.was, forced.is_forced) == ("1-20", True)
     alike = run.compare("1-30", "1-20", gain=0.0)
     for at_least in (0.05, math.nan):
         with pytest.raises(UserError, match="need at least"):

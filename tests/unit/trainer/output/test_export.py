@@ -142,7 +142,9 @@ def run(model: Path, ranks: Ranks, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize(("given", "exported"), [((), "1-2"), (("--checkpoint", "best"), "1-1")])
+@pytest.mark.parametrize(
+    ("given", "exported"), [((), "1-2"), (("--checkpoint", "best"), "1-1"), (("--version", "1"), "1-1")]
+)
 def test_the_verb_exports_the_last_one_or_the_best(
     run: Path, given: tuple[str, ...], exported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +192,8 @@ def test_the_verb_says_which_checkpoints_there_are(run: Path, capsys: pytest.Cap
     assert main(["export", "--run", str(run), "--checkpoint", "1-9"]) == UserError.exit_code
 
     assert "has no checkpoint 1-9, need one of 1-1, 1-2" in capsys.readouterr().err
+    assert main(["export", "--run", str(run), "--checkpoint", "1-1", "--version", "1-2"]) == UserError.exit_code
+    assert capsys.readouterr().err == "--checkpoint: got --version as well, need one of the two\n"
 
 
 def test_the_verb_writes_over_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
