@@ -4,11 +4,12 @@ Formats are XGrammar's structural tags. What an answer says beside its calls is 
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from areal_async.rollout.endpoint.calls import CompletionRequest, Form
 from areal_async.rollout.endpoint.refusals import Refusal
+from areal_async.rollout.tools import marked_calls as marks
 from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG, THOUGHT_TAG
 
 Format = dict[str, Any]
@@ -28,11 +29,12 @@ def grammar_of(call: CompletionRequest, tool_format: str | None, *, is_thinking:
         Refusal: the model's way of writing calls is not known here.
     """
     form, choice = call.form, call.choice
+    has_channels = tool_format == "harmony"
     if not call.tools or (form is None and not choice.is_required and not choice.is_single):
-        if form is None or not is_thinking:
+        if form is None or not (is_thinking or has_channels):
             return {} if form is None else {form.kind: form.value}
-        return _tag(_format_of(form), is_thinking=True)
-    if tool_format not in _WRITERS:
+        return _tag(_in_channel(form) if has_channels else _format_of(form), is_thinking=is_thinking)
+    if tool_format is None or tool_format not in _WAYS:
         raise Refusal(
             "bad_request",
             "tool_choice: cannot be had, as how this model writes calls is known to the servers' parser "
@@ -41,15 +43,24 @@ def grammar_of(call: CompletionRequest, tool_format: str | None, *, is_thinking:
             code="unsupported_parameter",
         )
     callable_tools = [tool for tool in call.tools if not choice.names or tool["function"]["name"] in choice.names]
-    tags = [_WRITERS[tool_format](tool["function"]) for tool in callable_tools]
-    calls = _calls(tags, is_single=choice.is_single or tool_format == "json")
+    way = _WAYS[tool_format]
+    tags = [way.write(tool["function"]) for tool in callable_tools]
+    singles = [{**tag, "begin": way.opening + tag["begin"], "end": tag["end"] + way.closing} for tag in tags]
+    is_single = choice.is_single or way.separator is None
+    calls = _any_of(singles) if is_single else _several(tags, way)
+    if has_channels:
+        calls = _after_analysis(calls)
     if choice.is_required:
         return _tag(calls, is_thinking=is_thinking)
     if form is not None:
-        return _tag(_any_of([_format_of(form), calls]), is_thinking=is_thinking)
+        answer = _in_channel(form) if has_channels else _format_of(form)
+        return _tag(_any_of([answer, calls]), is_thinking=is_thinking)
+    if has_channels:
+        return {}  # a call ends the answer there in any case
     if tool_format == "json":
         return _tag(_any_of([calls, {"type": "regex", "pattern": _NO_CALL}]), is_thinking=is_thinking)
-    text = {"type": "triggered_tags", "triggers": [OPEN_TAG], "tags": tags, "stop_after_first": True}
+    trigger = way.opening or OPEN_TAG
+    text = {"type": "triggered_tags", "triggers": [trigger], "tags": singles, "stop_after_first": True}
     return _tag(text, is_thinking=is_thinking)
 
 
@@ -69,17 +80,77 @@ def _json_call(function: Mapping[str, Any]) -> Format:
     return {"type": "tag", "begin": begin, "content": _arguments(function), "end": "}"}
 
 
-_WRITERS = {"hermes": _hermes_call, "xml": _xml_call, "json": _json_call}
+def _kimi_call(function: Mapping[str, Any]) -> Format:
+    begin = f"{marks.KIMI_CALL}{marks.FUNCTIONS}{function['name']}:"
+    number: Format = {"type": "regex", "pattern": "[0-9]{1,3}"}
+    separator = {"type": "const_string", "value": marks.KIMI_ARGUMENTS}
+    content = {"type": "sequence", "elements": [number, separator, _arguments(function)]}
+    return {"type": "tag", "begin": begin, "content": content, "end": marks.KIMI_CALL_END}
+
+
+def _deepseek_call(function: Mapping[str, Any]) -> Format:
+    begin = f"{marks.DEEPSEEK_CALL}{function['name']}{marks.DEEPSEEK_SEPARATOR}"
+    return {"type": "tag", "begin": begin, "content": _arguments(function), "end": marks.DEEPSEEK_CALL_END}
+
+
+def _fenced_call(function: Mapping[str, Any]) -> Format:
+    begin = f"{marks.DEEPSEEK_CALL}function{marks.DEEPSEEK_SEPARATOR}{function['name']}\n```json\n"
+    return {"type": "tag", "begin": begin, "content": _arguments(function), "end": f"\n```{marks.DEEPSEEK_CALL_END}"}
+
+
+def _harmony_call(function: Mapping[str, Any]) -> Format:
+    to = f"{marks.HARMONY_CHANNEL}commentary to={marks.FUNCTIONS}{function['name']}"
+    begin = f"{to} <|constrain|>json{marks.HARMONY_MESSAGE}"
+    return {"type": "tag", "begin": begin, "content": _arguments(function), "end": ""}  # ended by the end of turn
+
+
+class _Way(NamedTuple):
+    """How calls are written."""
+
+    write: Callable[[Mapping[str, Any]], Format]
+    separator: str | None = "\n"
+    """Between two; None where a reply has one call."""
+    opening: str = ""
+    closing: str = ""
+
+
+_WAYS: Mapping[str, _Way] = {
+    "hermes": _Way(_hermes_call),
+    "xml": _Way(_xml_call),
+    "json": _Way(_json_call, separator=None),
+    "kimi": _Way(_kimi_call, "", marks.KIMI_SECTION, marks.KIMI_SECTION_END),
+    "deepseek": _Way(_deepseek_call, "", marks.DEEPSEEK_SECTION, marks.DEEPSEEK_SECTION_END),
+    "deepseek_fenced": _Way(_fenced_call, "\n", marks.DEEPSEEK_SECTION, marks.DEEPSEEK_SECTION_END),
+    "harmony": _Way(_harmony_call, separator=None),
+}
 
 
 def _arguments(function: Mapping[str, Any]) -> Format:
     return {"type": "json_schema", "json_schema": {"type": "object", **function["parameters"]}}
 
 
-def _calls(tags: Sequence[Format], *, is_single: bool) -> Format:
-    if is_single:
-        return _any_of(tags)
-    return {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}
+def _several(tags: Sequence[Format], way: _Way) -> Format:
+    calls = {"type": "tags_with_separator", "tags": tags, "separator": way.separator, "at_least_one": True}
+    if not way.opening:
+        return calls
+    around = [{"type": "const_string", "value": text} for text in (way.opening, way.closing)]
+    return {"type": "sequence", "elements": [around[0], calls, around[1]]}
+
+
+def _in_channel(form: Form) -> Format:
+    final = {"type": "const_string", "value": f"{marks.HARMONY_CHANNEL}final{marks.HARMONY_MESSAGE}"}
+    return _after_analysis({"type": "sequence", "elements": [final, _format_of(form)]})
+
+
+def _after_analysis(content: Format) -> Format:
+    """Return what may have a message before it in which the model thinks."""
+    analysis = {
+        "type": "tag",
+        "begin": f"{marks.HARMONY_CHANNEL}analysis{marks.HARMONY_MESSAGE}",
+        "content": {"type": "any_text"},
+        "end": f"{marks.HARMONY_ENDS[0]}{marks.HARMONY_START}assistant",
+    }
+    return _any_of([{"type": "sequence", "elements": [analysis, content]}, content])
 
 
 def _any_of(formats: Sequence[Format]) -> Format:

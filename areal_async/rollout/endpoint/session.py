@@ -214,7 +214,8 @@ class Session:
         holds_thought = call.form is not None and self._codec.begins_thought
         tool_format = self._policy.tool_format if call.tools else None
         is_blind = tool_format != "json" and (tool_format is None or not self._codec.shows_tags)
-        holds_all = holds_thought or (bool(call.tools) and is_blind)
+        has_channels = self._policy.tool_format == "harmony"  # told are the last ones, with tools and without
+        holds_all = holds_thought or has_channels or (bool(call.tools) and is_blind)
         return StreamHoldback(tool_format=tool_format, stop=call.stop, holds_all=holds_all)
 
     def _take(self, call: CompletionRequest, key: bytes, reply: Reply) -> ReportedReply:

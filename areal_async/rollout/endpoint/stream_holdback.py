@@ -7,7 +7,7 @@ space at its edges.
 
 from collections.abc import Sequence
 
-from areal_async.rollout.tools.parse import OPEN_TAG, THOUGHT_TAG, ToolFormat
+from areal_async.rollout.tools.parse import OPENINGS, THOUGHT_TAG, ToolFormat
 
 _JSON_STARTS = ("{", "[", "```", "<|python_tag|>")
 
@@ -17,7 +17,7 @@ class StreamHoldback:
 
     def __init__(self, *, tool_format: ToolFormat | None, stop: Sequence[str], holds_all: bool = False) -> None:
         """Take ``tool_format`` where the model was given tools; ``holds_all`` tells nothing before the end."""
-        tags = (THOUGHT_TAG,) if tool_format == "json" else (OPEN_TAG,) if tool_format else ()
+        tags = (THOUGHT_TAG,) if tool_format == "json" else OPENINGS.get(tool_format, ()) if tool_format else ()
         self._starts = (*stop, *tags)
         self._trims = tool_format is not None
         self._may_be_json = tool_format == "json"

@@ -145,7 +145,12 @@ class Conversations:
         except WorkflowError:
             return None
         _, found, closing = marked.rpartition(mark)
-        return written[: len(written) - len(closing)] if found and written.endswith(closing) else None
+        closings = (
+            closing,
+            *self._codec.turn_ends,
+        )  # gpt-oss has one token for the end of a call and another for a text
+        end = next((one for one in closings if written.endswith(one)), None)
+        return written[: len(written) - len(end)] if found and end is not None else None
 
     def _go_on(self, turn: Turn, added: list[int]) -> list[int]:
         said = turn.output_ids

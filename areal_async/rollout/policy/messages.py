@@ -43,18 +43,21 @@ def is_same(message: Message, other: Message) -> bool:
     return message is other or _filled(message) == _filled(other)
 
 
-def for_template(message: Message) -> dict[str, Any]:
+def for_template(message: Message, *, has_text_arguments: bool = False) -> dict[str, Any]:
     """Return a message with the arguments of its tool calls as objects: templates write them out as JSON.
 
     In the form that travels (OpenAI's) they are a string of JSON; a string that holds no object stays one. Of an image
     a template is told that it stands there, and nothing else.
+
+    Args:
+        has_text_arguments: leave them the string.
     """
     rendered = dict(message)
     if message.get("content") is None:
         rendered["content"] = ""
     elif isinstance(message["content"], list | tuple):
         rendered["content"] = [part_for_template(part) for part in message["content"]]
-    if message.get("tool_calls"):
+    if message.get("tool_calls") and not has_text_arguments:
         rendered["tool_calls"] = [_with_objects(call) for call in message["tool_calls"]]
     return rendered
 

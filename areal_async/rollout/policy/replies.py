@@ -55,10 +55,11 @@ class ReplyRecorder:
         self._role = role
         self._call_parser = call_parser
         self._num_calls_written = 0
+        self._written_ids: set[str] = set()
 
     async def parse(self, turn: Turn, rendered: RenderedPrompt | None, *, server: ServerHandle | None = None) -> Parsed:
         """Take a reply apart where the model was given tools; ``server`` is the one to ask, where one is asked."""
-        if rendered is None or not rendered.tools:
+        if rendered is None or not (rendered.tools or self._has_channels):
             return Parsed(self._codec.decode(turn.output_ids), [])
         written = self._codec.decode_reply(turn.output_ids)
         if self._call_parser is None:
@@ -80,10 +81,11 @@ class ReplyRecorder:
         self._record.reply_ids.append(reply_id)
         text = self._codec.decode(turn.output_ids)
         calls = [
-            ToolCall(id=self._next_call_id(), name=call.name, arguments=call.arguments, error=call.error)
+            ToolCall(id=self._next_call_id(call.id), name=call.name, arguments=call.arguments, error=call.error)
             for call in parsed.calls
         ]
-        message = reply_message(text, parsed.content, calls)
+        is_told_apart = self._has_channels and rendered is not None  # its template takes no message that has channels
+        message = reply_message(parsed.content if is_told_apart else text, parsed.content, calls)
         if rendered is not None:
             said = [*rendered.messages, deepcopy(message)]
             self.recorded.append(RecordedReply(messages=said, message=message, tools=rendered.tools, turn=turn))
@@ -107,7 +109,15 @@ class ReplyRecorder:
         if self.is_closed:
             raise WorkflowError("policy call: got one after the end of its trajectory; await what the workflow starts")
 
-    def _next_call_id(self) -> str:
-        """Return nine letters and digits, which is what the strictest templates take."""
+    @property
+    def _has_channels(self) -> bool:
+        """What is said to the reader is a part of what the model writes, with tools and without."""
+        return self._call_parser is None and self._codec.tool_format == "harmony"
+
+    def _next_call_id(self, written: str) -> str:
+        """Return the model's own id of a call, once; else nine letters and digits, as the strictest templates want."""
+        if written and written not in self._written_ids:
+            self._written_ids.add(written)
+            return written
         self._num_calls_written += 1
         return f"call{self._num_calls_written:05d}"

@@ -1,6 +1,7 @@
 """Between text and tokens: the model's tokenizer, its chat template, and the tokens that end a turn."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +13,8 @@ from areal_async.errors import ContextFull, UserError, WorkflowError
 from areal_async.process.gc_pauses import importing
 from areal_async.process.hub import local_model
 from areal_async.rollout.policy.images import ImageIntake, texts_in
-from areal_async.rollout.policy.messages import for_template
-from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG, ToolFormat, guess_format, is_in_thought
+from areal_async.rollout.policy.messages import assistant_message, for_template, function_call
+from areal_async.rollout.tools.parse import OPENINGS, ToolFormat, guess_format, is_in_thought
 from areal_async.rollout.user_code.boundary import attributed_to
 from areal_async.vision.images import Image
 from areal_async.vision.rows import expand
@@ -76,6 +77,8 @@ class TextCodec:
         self._encode_once = lru_cache(maxsize=ENCODE_CACHE_TEXTS)(self._encode)
         self._encode_long_once = lru_cache(maxsize=ENCODE_CACHE_LONG_TEXTS)(self._encode)
         self.stop_token_ids = list(stop_token_ids)
+        self.turn_ends = [text for one in stop_token_ids if (text := self.decode([one], skip_special_tokens=False))]
+        """What the end of a turn is written as."""
         self.images = ImageIntake(vision, model=self.model)
         """Takes in the images of messages."""
         self._placeholder = "" if vision is None else self.decode([vision.image_token_id], skip_special_tokens=False)
@@ -91,9 +94,25 @@ class TextCodec:
 
     @cached_property
     def shows_tags(self) -> bool:
-        """Whether the tags of a call are in the text that tokens are decoded to."""
-        tag = f"{OPEN_TAG}{CLOSE_TAG}"
-        return self.decode(self.encode(tag)) == tag
+        """Whether the mark of a call is in the text that tokens are decoded to."""
+        mark = OPENINGS.get(self.tool_format, ("",))[0]
+        return self.decode(self.encode(mark)) == mark
+
+    @cached_property
+    def _takes_text_arguments(self) -> bool:
+        """Whether the template writes arguments of calls only where they are JSON's text: DeepSeek's joins them."""
+        trial: list[Message] = [
+            {"role": "user", "content": "?"},
+            assistant_message("", [function_call("call00001", "f", "{}")]),
+            {"role": "tool", "tool_call_id": "call00001", "name": "f", "content": ""},
+        ]
+        try:
+            self._write(trial, as_text=False)
+        except WorkflowError:
+            with suppress(WorkflowError):
+                self._write(trial, as_text=True)
+                return True
+        return False
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, for_reply: bool = True
@@ -112,10 +131,21 @@ class TextCodec:
                 "chat template: the model's tokenizer has none; name a Jinja file, rollout.template.path, or ask with "
                 "policy.complete"
             )
+        as_text = any(message.get("tool_calls") for message in messages) and self._takes_text_arguments
+        return self._write(messages, tools, for_reply=for_reply, as_text=as_text)
+
+    def _write(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        for_reply: bool = True,
+        as_text: bool,
+    ) -> str:
         with attributed_to(WorkflowError, "chat template"):
             return write(
                 self._tokenizer,
-                [for_template(message) for message in messages],
+                [for_template(message, has_text_arguments=as_text) for message in messages],
                 self._template_arguments,
                 tools=[dict(tool) for tool in tools],
                 for_reply=for_reply,

@@ -100,6 +100,71 @@ THINKING = THINKING.replace(
 )
 GLM = HERMES + "{#- <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call> -#}"
 
+KIMI = """
+{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' + (tools | tojson) + '<|im_end|>' }}{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_' + message.role + '|>' + message.role + '<|im_middle|>' }}
+    {%- if message.role == 'tool' %}{{- '## Return of ' + message.tool_call_id + '\\n' }}{%- endif %}
+    {{- message.content }}
+    {%- if message.tool_calls %}
+        {{- '<|tool_calls_section_begin|>' }}
+        {%- for call in message.tool_calls %}
+            {{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
+            {{- (call.function.arguments | tojson) + '<|tool_call_end|>' }}
+        {%- endfor %}
+        {{- '<|tool_calls_section_end|>' }}
+    {%- endif %}
+    {{- '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}"""
+
+DEEPSEEK = """
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<｜Assistant｜>' + message.content }}
+        {%- if message.tool_calls %}
+            {{- '<｜tool▁calls▁begin｜>' }}
+            {%- for call in message.tool_calls %}
+                {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' }}
+                {{- call.function.arguments + '<｜tool▁call▁end｜>' }}
+            {%- endfor %}
+            {{- '<｜tool▁calls▁end｜>' }}
+        {%- endif %}
+        {{- '<|im_end|>' }}
+    {%- else %}
+        {{- '<｜User｜>' + message.content + ((tools | tojson) if loop.first and tools else '') }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<｜Assistant｜>' }}{%- endif %}"""
+"""Joins the arguments as they are: they have to be a text."""
+
+HARMONY = """
+{%- if tools %}{{- '<|start|>developer<|message|>' + (tools | tojson) + '<|end|>' }}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- if '<|channel|>' in message.content or '<|message|>' in message.content %}
+            {{- raise_exception('a message has channels') }}
+        {%- endif %}
+        {%- if message.tool_calls %}
+            {%- set call = message.tool_calls[0].function %}
+            {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+            {{- (call.arguments | tojson) + '<|im_end|>' }}
+        {%- else %}
+            {{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}
+            {{- '<|end|>' if add_generation_prompt or not loop.last else '<|endoftext|>' }}
+        {%- endif %}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start|>functions.' + message.name + ' to=assistant<|channel|>commentary<|message|>' + message.content }}
+        {{- '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+"""Writes another token behind a call than behind a text, as gpt-oss' own does."""
+
 SILENT = """
 {%- for message in messages %}
     {%- if message.role in ['user', 'assistant', 'developer'] %}
@@ -110,7 +175,8 @@ SILENT = """
 """Leaves out what it does not know."""
 
 TEMPLATES = {"hermes": HERMES, "json": JSON_CALLS, "reasoning": REASONING, "moving": MOVING_SYSTEM}
-ODD = {"glm": GLM, "thinking": THINKING, "silent": SILENT}
+MARKED = {"kimi": KIMI, "deepseek": DEEPSEEK, "harmony": HARMONY}
+ODD = {**MARKED, "glm": GLM, "thinking": THINKING, "silent": SILENT}
 
 
 @lru_cache

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import anyio
 import anyio.lowlevel
@@ -35,7 +35,11 @@ ADD = WrittenCall("add", {"a": 2, "b": 3}, "")
 
 PIECES = [
     "<tool_call>", "</tool_call>", '{"name"', ': "a"', "}", "[", "\n", ";", "<think>", "</think>", "<function=a>",
-    "</function>", "<parameter=b>", "</parameter>",
+    "</function>", "<parameter=b>", "</parameter>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>",
+    "functions.a:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    "```json", "{}", "<|start|>", "<|channel|>", "analysis", "commentary to=functions.a", "<|message|>", "<|end|>",
+    "<|call|>", "<|return|>",
 ]  # fmt: skip
 
 
@@ -183,21 +187,112 @@ def test_call_with_a_fault_says_which(tool_format: ToolFormat, body: str, name: 
     assert call.error.endswith('need {"name": ..., "arguments": {...}}')
 
 
+def kimi(*calls: str) -> str:
+    return f"<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>"
+
+
+def deepseek(*calls: str, between: str = "") -> str:
+    return f"<｜tool▁calls▁begin｜>{between.join(calls)}<｜tool▁calls▁end｜>"
+
+
+ARGUMENTS = '{"a": 2, "b": 3}'
+KIMI_ADD = f"<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>"
+KIMI_NOW = "<|tool_call_begin|>functions.now:1 <|tool_call_argument_begin|> {} <|tool_call_end|>"
+DEEPSEEK_ADD = f"<｜tool▁call▁begin｜>add<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
+FENCED_ADD = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>"
+FENCED_NOW = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"
+NOW = WrittenCall("now", {}, "")
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "content", "calls"),
+    [
+        ("kimi", kimi(KIMI_ADD), "", [ADD._replace(id="functions.add:0")]),
+        ("kimi", f"I add.{kimi(KIMI_ADD, KIMI_NOW)}", "I add.", [
+            ADD._replace(id="functions.add:0"), NOW._replace(id="functions.now:1")]),
+        ("kimi", KIMI_ADD, "", [ADD._replace(id="functions.add:0")]),
+        ("kimi", f"<think>{kimi(KIMI_ADD)}</think>5", f"<think>{kimi(KIMI_ADD)}</think>5", []),
+        ("kimi", f"<think>Hm.</think>{kimi(KIMI_ADD)}", "<think>Hm.</think>", [ADD._replace(id="functions.add:0")]),
+        ("kimi", kimi(), kimi(), []),
+        ("deepseek", f"I add.{deepseek(DEEPSEEK_ADD, DEEPSEEK_ADD)}", "I add.", [ADD, ADD]),
+        ("deepseek", f"Hm.</think>{deepseek(DEEPSEEK_ADD)}", "Hm.</think>", [ADD]),
+        ("deepseek", deepseek("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"a\": \"\\n```\"}<｜tool▁call▁end｜>"), "", [
+            WrittenCall("f", {"a": "\n```"}, "")]),
+        ("deepseek_fenced", deepseek(FENCED_ADD, FENCED_NOW, between="\n"), "", [ADD, NOW]),
+        ("deepseek", deepseek(FENCED_ADD), "", [ADD]),
+        ("harmony", f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+            f"to=functions.add <|constrain|>json<|message|>{ARGUMENTS}<|call|>", "", [ADD]),
+        ("harmony", f" to=functions.add<|channel|>commentary json<|message|>{ARGUMENTS}", "", [ADD]),
+        ("harmony", f"<|channel|>commentary<|message|>I add.<|end|><|start|>assistant<|channel|>commentary "
+            f"to=functions.add<|message|>{ARGUMENTS}<|call|>", "I add.", [ADD]),
+        ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>5<|return|>",
+            "5", []),
+        ("harmony", "<|channel|>analysis<|message|>Hm", "", []),
+        ("harmony", "<|channel|>final<|message|>Five", "Five", []),
+        ("harmony", "5", "5", []),
+    ],
+)  # fmt: skip
+def test_calls_between_special_tokens_are_found(
+    tool_format: ToolFormat, text: str, content: str, calls: list[WrittenCall]
+) -> None:
+    parsed = parse_reply(text, tool_format, is_thinking=text.startswith("Hm."))
+
+    assert parsed == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "name", "fault"),
+    [
+        ("kimi", kimi(KIMI_ADD.replace("functions.add:0", "add")), "", "not a whole call"),
+        ("kimi", "<|tool_call_begin|>functions.add:0", "", "not a whole call"),
+        ("kimi", kimi(KIMI_ADD.replace("3}", "3")), "add", "the arguments of 'add' are no object"),
+        ("deepseek", deepseek("<｜tool▁call▁begin｜>add<｜tool▁call▁end｜>"), "", "not a whole call"),
+        ("deepseek", deepseek(DEEPSEEK_ADD.replace(ARGUMENTS, "[2]")), "add", "the arguments of 'add' are no object"),
+        ("deepseek_fenced", deepseek(FENCED_ADD.replace("3}", "")), "add", "the arguments of 'add' are no object"),
+        (
+            "harmony",
+            "<|channel|>commentary to=functions.add<|message|>{",
+            "add",
+            "the arguments of 'add' are no object",
+        ),
+        ("harmony", "<|channel|>analysis to=python code<|message|>1", "python", "there is no 'python' to call"),
+    ],
+)
+def test_a_call_between_special_tokens_that_is_none_is_a_fault_that_the_model_is_told(
+    tool_format: ToolFormat, text: str, name: str, fault: str
+) -> None:
+    (call,) = parse_reply(text, tool_format).calls
+
+    assert call.name == name
+    assert call.error.startswith(fault)
+
+
+@pytest.mark.parametrize("tool_format", ["kimi", "deepseek", "deepseek_fenced", "harmony"])
+@pytest.mark.parametrize("unit", [piece for piece in PIECES if piece.startswith("<")] + [" ", "\n", "a", "`"])
+def test_a_long_reply_of_one_mark_is_read_in_one_pass(tool_format: ToolFormat, unit: str) -> None:
+    """Reading that looked ahead from each mark would take its deadline."""
+    parse_reply(unit * 20_000, tool_format)
+
+
 @given(
     st.text() | st.lists(st.sampled_from(PIECES)).map("".join),
-    st.sampled_from(["hermes", "xml", "json", "unknown"]),
+    st.sampled_from(get_args(ToolFormat)),
 )
 def test_whatever_is_written_ends_in_calls_or_text(text: str, tool_format: ToolFormat) -> None:
     parsed = parse_reply(text, tool_format)
 
-    assert parsed.content == text or parsed.calls
+    assert parsed.content == text or parsed.calls or tool_format == "harmony"
     assert all(call.error or call.name or call.arguments == {} for call in parsed.calls)
 
 
 def test_format_is_the_one_that_the_template_teaches() -> None:
     assert guess_format("... <tool_call> ...") == "hermes"
     assert guess_format("<tool_call><function=example><parameter=one>") == "xml"
-    for other in ("<tool_call>{name}<arg_key>", "[TOOL_CALLS]", "<｜tool▁calls▁begin｜>", "<function=name>{json}"):
+    assert guess_format("'<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'") == "deepseek"
+    assert guess_format("'<｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\\n```json'") == "deepseek_fenced"
+    assert guess_format("<|tool_calls_section_begin|><|tool_call_begin|>") == "kimi"
+    assert guess_format("<|start|>assistant<|channel|>final<|message|>") == "harmony"
+    for other in ("<tool_call>{name}<arg_key>", "[TOOL_CALLS]", "<invoke name=", "<function=name>{json}"):
         assert guess_format(other) == "unknown", other
     assert guess_format("{{ message.content }}") == "json"
 

@@ -40,6 +40,23 @@ CALLS: dict[ToolFormat, tuple[str, str]] = {
         "<tool_call>\n<function=add>\n<parameter=a>2</parameter><parameter=b>x</parameter>\n</function>\n</tool_call>",
         "<tool_call>\n<function=now>\n\n</function>\n</tool_call>",
     ),
+    "kimi": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+        '{"a": 2, "b": "x"}<|tool_call_end|><|tool_calls_section_end|>',
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>"
+        "{}<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+    "deepseek": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
+        '{"a": 2, "b": "x"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "deepseek_fenced": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        '{"a": 2, "b": "x"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n"
+        "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
     "json": ('{"name": "add", "parameters": {"a": 2, "b": "x"}}', '{"name": "now", "parameters": {}}'),
 }
 
@@ -68,6 +85,20 @@ def accepted(grammar: dict[str, Any], texts: Sequence[str]) -> list[str]:
     return taken
 
 
+def together(tool_format: ToolFormat, first: str, second: str) -> str:
+    """Two calls in one reply."""
+    match tool_format:
+        case "kimi":
+            end, begin, between = "<|tool_calls_section_end|>", "<|tool_calls_section_begin|>", ""
+        case "deepseek":
+            end, begin, between = "<｜tool▁calls▁end｜>", "<｜tool▁calls▁begin｜>", ""
+        case "deepseek_fenced":
+            end, begin, between = "<｜tool▁calls▁end｜>", "<｜tool▁calls▁begin｜>", "\n"
+        case _:
+            end, begin, between = "", "", "\n"
+    return first.removesuffix(end) + between + second.removeprefix(begin)
+
+
 def call_with(form: Form | None = None, **choice: Any) -> CompletionRequest:
     return CompletionRequest(messages=[], tools=[ADD, NOW], choice=ToolChoice(**choice), form=form)
 
@@ -77,7 +108,7 @@ def test_answers_are_of_the_calls_that_were_asked_for(tool_format: ToolFormat) -
     add, now = CALLS[tool_format]
     bad = add.replace("2", "two")
     strange = add.replace("add", "sub")
-    both, said = f"{add}\n{now}", f"I add.\n{add}"
+    both, said = together(tool_format, add, now), f"I add.\n{add}"
     texts = [add, now, both, said, bad, strange, RED, "", "I add.", "é [1]", f"[{add}]"]
     is_tagged = tool_format != "json"
     several = [both] if is_tagged else []
@@ -99,6 +130,26 @@ def test_answers_are_of_the_calls_that_were_asked_for(tool_format: ToolFormat) -
             assert [one.name for one in calls] == called.get(text, []), text
             assert not any(one.error for one in calls)
             assert all(one.arguments == {"a": 2, "b": "x"} for one in calls if one.name == "add")
+
+
+HARMONY_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2, "b": "x"}'
+ANALYSIS = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant"
+
+
+def test_call_or_form_stands_in_a_channel_of_its_own_after_the_thought_in_another() -> None:
+    red = f"<|channel|>final<|message|>{RED}"
+    texts = [HARMONY_ADD, ANALYSIS + HARMONY_ADD, red, ANALYSIS + red, RED, ANALYSIS, HARMONY_ADD + HARMONY_ADD]
+    texts.append(HARMONY_ADD.replace("2", "two"))
+
+    for call, wanted in (
+        (call_with(is_required=True), texts[:2]),
+        (call_with(COLOUR), texts[:4]),
+        (CompletionRequest(messages=[], form=COLOUR), texts[2:4]),
+    ):
+        assert accepted(grammar_of(call, "harmony", is_thinking=False), texts) == wanted
+    assert grammar_of(call_with(is_single=True), "harmony", is_thinking=False) == {}
+    assert parse_reply(ANALYSIS + HARMONY_ADD, "harmony").calls[0].arguments == {"a": 2, "b": "x"}
+    assert parse_reply(ANALYSIS + red, "harmony") == (RED, [])
 
 
 def test_answer_may_be_anything_where_nothing_is_asked_of_it() -> None:

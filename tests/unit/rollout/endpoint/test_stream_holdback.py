@@ -24,7 +24,14 @@ PARTS = [
     "[",
     "STOP",
     "ST",
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}",
+    "<|tool_call_end|>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}",
+    "<｜tool▁call▁end｜>",
 ]
+FORMATS: list[ToolFormat] = ["hermes", "xml", "json", "kimi", "deepseek", "deepseek_fenced"]
 TEXTS = st.lists(st.sampled_from(PARTS), max_size=12).map("".join)
 
 
@@ -33,7 +40,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
 
 
-@given(TEXTS, st.lists(st.integers(0, 200), max_size=8), st.sampled_from([None, "hermes", "xml", "json"]))
+@given(TEXTS, st.lists(st.integers(0, 200), max_size=8), st.sampled_from([None, *FORMATS]))
 def test_what_is_told_and_the_rest_are_the_content(
     text: str, places: list[int], tool_format: ToolFormat | None
 ) -> None:
