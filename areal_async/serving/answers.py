@@ -72,7 +72,8 @@ def lines_of(exchange: ApiExchange, origin: Origin, served: ServedVersion, *, ha
     call = exchange.call
     messages = [plain_message(one) for one in call.messages]
     tools = msgspec.json.encode(call.tools).decode() if call.tools else ""
-    prompt = blake2b(_deterministic.encode([call.messages, call.tools]), digest_size=PROMPT_BYTES).hexdigest()
+    asked = [call.messages, call.tools] if call.prompt is None else call.prompt
+    prompt = blake2b(_deterministic.encode(asked), digest_size=PROMPT_BYTES).hexdigest()
     ended, duration_s = now(), round(time.monotonic() - origin.started_s, 4)
     for choice, reply in enumerate(exchange.replies):
         turn = reply.turn

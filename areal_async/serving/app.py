@@ -386,7 +386,8 @@ class _Answer:
                     await request.answer(session, exchange)
             finally:
                 policy.close()
-            await self._app.note(exchange, origin, served, len(body))
+            if not exchange.call.is_counted:
+                await self._app.note(exchange, origin, served, len(body))
 
     async def end_late(self, refusal: Refusal) -> None:
         """End an answer whose deadline is over: in the words of its API, also where it has begun.

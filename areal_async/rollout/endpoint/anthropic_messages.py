@@ -7,6 +7,7 @@ answer are refused.
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -120,6 +121,10 @@ class _MessagesRequest(ApiRequest, kw_only=True):
     )  # fmt: skip
 
 
+class _CountRequest(_MessagesRequest, kw_only=True):
+    max_tokens: Count = 1
+
+
 def parse(body: bytes, unsupported: Unsupported) -> "MessagesExchange":
     """Read a request.
 
@@ -127,6 +132,20 @@ def parse(body: bytes, unsupported: Unsupported) -> "MessagesExchange":
         Refusal: it is malformed, or wants what cannot be had here.
     """
     request = read(body, _MessagesRequest, unsupported)
+    return MessagesExchange(_call(request), request.model)
+
+
+def parse_count(body: bytes, unsupported: Unsupported) -> "CountExchange":
+    """Read a request whose tokens are to be counted: the same, but that it need not say how long an answer may be.
+
+    Raises:
+        Refusal: as ``parse``.
+    """
+    request = read(body, _CountRequest, unsupported)
+    return CountExchange(replace(_call(request), is_counted=True, is_streamed=False), request.model)
+
+
+def _call(request: _MessagesRequest) -> CompletionRequest:
     system = text_of(request.system, types=("text",), param="system")
     messages = [{"role": "system", "content": system}] if system else []
     for number, message in enumerate(request.messages):
@@ -139,7 +158,7 @@ def parse(body: bytes, unsupported: Unsupported) -> "MessagesExchange":
     config = request.output_config.format if request.output_config else None
     refuse_if(config is not None and request.output_format is not None, "output_format", "got output_config.format too")
     form = config or request.output_format
-    call = call_of(
+    return call_of(
         request,
         with_named_results(messages),
         _tools(request),
@@ -148,7 +167,6 @@ def parse(body: bytes, unsupported: Unsupported) -> "MessagesExchange":
         max_new_tokens=request.max_tokens,
         stop=request.stop_sequences,
     )
-    return MessagesExchange(call, request.model)
 
 
 def _tools(request: _MessagesRequest) -> tuple[list[dict[str, Any]], ToolChoice]:
@@ -270,6 +288,14 @@ class MessagesExchange(ApiExchange):
     def _stop(self) -> bytes:
         self._num_blocks += 1
         return named_event({"type": "content_block_stop", "index": self._num_blocks - 1})
+
+
+class CountExchange(MessagesExchange):
+    """A request whose tokens are counted: answered whole, with their number."""
+
+    def answer(self, replies: Sequence[ReportedReply]) -> dict[str, Any]:
+        """Return how many tokens the prompt has; ``replies`` are none."""
+        return {"input_tokens": self.num_prompt_tokens}
 
 
 def _block_start(call: dict[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,10 @@ class CompletionRequest:
     """So many of the likeliest tokens at each position are told as well."""
     choice: ToolChoice = ToolChoice()
     form: Form | None = None
+    prompt: str | list[int] | None = None
+    """What is gone on from as it stands, without a chat template, instead of messages."""
+    is_counted: bool = False
+    """The tokens of its prompt are counted, and nothing is said."""
 
     @property
     def stop(self) -> Sequence[str]:
@@ -105,6 +109,8 @@ class ApiExchange(ABC):
     """What its answer is called by."""
     replies: Sequence["ReportedReply"] = ()
     """What it was answered with, once it was."""
+    num_prompt_tokens: int = 0
+    """Of one that is counted, once it was."""
 
     @abstractmethod
     def answer(self, replies: Sequence[ReportedReply]) -> Any:

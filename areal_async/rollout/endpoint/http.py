@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from areal_async.rollout.endpoint import anthropic_messages, openai_chat, openai_responses
+from areal_async.rollout.endpoint import anthropic_messages, openai_chat, openai_completions, openai_responses
 from areal_async.rollout.endpoint.admission import AdmissionLimits, read_body
 from areal_async.rollout.endpoint.calls import ApiExchange
 from areal_async.rollout.endpoint.refusals import ErrorAnswer, Refusal, anthropic_error, openai_error
@@ -47,6 +47,11 @@ APIS: Mapping[str, PostRoute] = {
         openai_error,
         lambda body, session: openai_chat.parse(body, session.unsupported),
     ),
+    "completions": PostRoute(
+        "OpenAI's Completions",
+        openai_error,
+        lambda body, session: openai_completions.parse(body, session.unsupported),
+    ),
     "responses": PostRoute(
         "OpenAI's Responses",
         openai_error,
@@ -56,6 +61,11 @@ APIS: Mapping[str, PostRoute] = {
         "Anthropic's Messages",
         anthropic_error,
         lambda body, session: anthropic_messages.parse(body, session.unsupported),
+    ),
+    "messages/count_tokens": PostRoute(
+        "Anthropic's count of tokens",
+        anthropic_error,
+        lambda body, session: anthropic_messages.parse_count(body, session.unsupported),
     ),
 }
 

@@ -113,7 +113,9 @@ class _ChatToolChoice(msgspec.Struct):
     allowed_tools: _AllowedTools | None = None
 
 
-class _StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct):
+    """What a stream has beside what is said."""
+
     include_usage: bool | None = None
     HINTS: ClassVar = ("include_obfuscation",)
 
@@ -135,7 +137,7 @@ class _ChatRequest(ApiRequest, kw_only=True):
     tool_choice: Literal["auto", "none", "required"] | _ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLIES)] | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     stop: StopString | list[StopString] | None = None
@@ -246,7 +248,7 @@ class ChatExchange(ApiExchange):
             }
             for index, one in enumerate(replies)
         ]
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": _usage(replies)}
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage_of(replies)}
 
     def begin(self) -> bytes:
         delta = {"role": "assistant", "content": "", "refusal": None}
@@ -268,7 +270,7 @@ class ChatExchange(ApiExchange):
         return events + self._chunk(index, {}, finish_reason=_FINISH[reply.finish])
 
     def finish(self, replies: Sequence[ReportedReply]) -> bytes:
-        usage = self._event([], usage=_usage(replies)) if self._wants_usage else b""
+        usage = self._event([], usage=usage_of(replies)) if self._wants_usage else b""
         return usage + b"data: [DONE]\n\n"
 
     def fail(self, refusal: Refusal) -> bytes:
@@ -303,6 +305,7 @@ def _content(reply: ReportedReply) -> str | None:
     return None if reply.tool_calls and not reply.content else reply.content
 
 
-def _usage(replies: Sequence[ReportedReply]) -> dict[str, Any]:
+def usage_of(replies: Sequence[ReportedReply]) -> dict[str, Any]:
+    """Return how many tokens the replies to one prompt took."""
     num_prompt, num_output = replies[0].num_prompt_tokens, sum(one.num_output_tokens for one in replies)
     return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}

@@ -116,7 +116,7 @@ class _ResponsesRequest(ApiRequest, kw_only=True):
     metadata: dict[str, Any] | None = None
     HINTS: ClassVar = (
         "stream_options", "user", "service_tier", "prompt_cache_key", "prompt_cache_options",
-        "prompt_cache_retention", "safety_identifier", "max_tool_calls", "reasoning",
+        "prompt_cache_retention", "safety_identifier", "max_tool_calls", "reasoning", "client_metadata",
     )  # fmt: skip
 
 

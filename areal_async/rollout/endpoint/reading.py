@@ -38,6 +38,8 @@ class Unhad(NamedTuple):
 _ONE_ANSWER = "one answer is sampled as the policy says it"
 _TEMPLATE = "the chat template and its arguments are the run's, rollout.template"
 _HOSTED = "nothing is run or kept here beside the model"
+_THOUGHTS_KEPT = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+"""What Claude Code sends."""
 UNHAD: Mapping[str, Unhad] = {
     "seed": Unhad("the siblings of a group have to differ: nothing is drawn by a seed"),
     "best_of": Unhad(_ONE_ANSWER, (1,)),
@@ -48,6 +50,7 @@ UNHAD: Mapping[str, Unhad] = {
     "add_generation_prompt": Unhad(_TEMPLATE, (True,)),
     "continue_final_message": Unhad("no beginning can be put into the model's mouth", (False,)),
     "echo": Unhad("an answer does not repeat its question", (False,)),
+    "suffix": Unhad("nothing is put between two texts", ("",)),
     "skip_special_tokens": Unhad("an answer is told without special tokens", (True,)),
     "modalities": Unhad("this model writes text only", (["text"],)),
     "audio": Unhad("this model writes text only"),
@@ -59,7 +62,7 @@ UNHAD: Mapping[str, Unhad] = {
     "conversation": Unhad(_HOSTED),
     "prompt": Unhad(_HOSTED),
     "truncation": Unhad("a conversation that is too long is refused, never shortened", ("disabled",)),
-    "context_management": Unhad("a conversation is taken as it comes", ([], {})),
+    "context_management": Unhad("a conversation is taken as it comes", ([], {}, _THOUGHTS_KEPT)),
     "container": Unhad(_HOSTED),
     "mcp_servers": Unhad(_HOSTED, ([],)),
 }

@@ -123,9 +123,16 @@ class Session:
             Refusal: it failed.
         """
         call = exchange.call
+        if call.is_counted:
+            exchange.num_prompt_tokens = await self._count(call)
+            return []
         with self._answering():
-            messages, key = await self._recall(call)
-            replies = await self._policy.chat(messages, tools=call.tools, n=call.n, **self._sampling(call))
+            if call.prompt is None:
+                messages, key = await self._recall(call)
+                replies = await self._policy.chat(messages, tools=call.tools, n=call.n, **self._sampling(call))
+            else:
+                key, sampling = None, self._sampling(call)
+                replies = [await self._policy.complete(call.prompt, **sampling) for _ in range(call.n)]
             reported = [self._take(call, key, reply) for reply in replies]
             exchange.replies = reported
             exchange.conclude(reported)
@@ -138,6 +145,11 @@ class Session:
             Refusal: it failed before anything was said.
         """
         call = exchange.call
+        if call.prompt is not None:  # the policy says no text without a template piece by piece
+            reported = await self.answer(exchange)
+            said = b"".join(exchange.end(index, one, one.content) for index, one in enumerate(reported))
+            yield exchange.begin() + said + exchange.finish(reported)
+            return
         writing: list[asyncio.Task[ReportedReply]] = []
         beginning = exchange.begin()
         try:
@@ -197,6 +209,15 @@ class Session:
             raise Refusal(_kind_of(exc), str(exc)) from exc
         self.failure = None
 
+    async def _count(self, call: CompletionRequest) -> int:
+        """Return how many tokens a prompt has. Nothing is denied the agent that it is trained for, nor made good."""
+        try:
+            with attributed_to(RolloutError, "endpoint"):
+                messages, _ = await self._recall(call)
+                return await self._policy.count_prompt_tokens(messages, tools=call.tools)
+        except RolloutError as exc:
+            raise Refusal(_kind_of(exc), str(exc)) from exc
+
     async def _recall(self, call: CompletionRequest) -> Recalled:
         return await beside_if_long(partial(self._memory.recall, call.messages), call.messages)
 
@@ -206,9 +227,14 @@ class Session:
         return {
             **call.sampling,
             **more,
-            **grammar_of(call, self._policy.tool_format, is_thinking=self._codec.begins_thought),
+            **self._grammar(call),
             "max_new_tokens": min(wanted, self._max_new_tokens),
         }
+
+    def _grammar(self, call: CompletionRequest) -> dict[str, Any]:
+        if call.prompt is not None:  # no template has begun anything
+            return grammar_of(call, None, is_thinking=False)
+        return grammar_of(call, self._policy.tool_format, is_thinking=self._codec.begins_thought)
 
     def _holdback_for(self, call: CompletionRequest) -> StreamHoldback:
         holds_thought = call.form is not None and self._codec.begins_thought
@@ -218,17 +244,18 @@ class Session:
         holds_all = holds_thought or has_channels or (bool(call.tools) and is_blind)
         return StreamHoldback(tool_format=tool_format, stop=call.stop, holds_all=holds_all)
 
-    def _take(self, call: CompletionRequest, key: bytes, reply: Reply) -> ReportedReply:
-        """Return what the agent is told of a reply, and remember it as one to the conversation of ``key``."""
+    def _take(self, call: CompletionRequest, key: bytes | None, reply: Reply) -> ReportedReply:
+        """Return what the agent is told of a reply, and remember it as one to the conversation of ``key``, if any."""
         turn = self._policy.turns[self._policy.reply_ids.index(reply.id)]
         reported = self._reported(call, reply, turn)
-        self._memory.remember(key, reported, reply)
+        if key is not None:
+            self._memory.remember(key, reported, reply)
         return reported
 
     def _reported(self, call: CompletionRequest, reply: Reply, turn: Turn) -> ReportedReply:
         content: str = reply.message["content"]
         tool_calls = reply.message.get("tool_calls", [])
-        if call.form is not None and self._codec.begins_thought:
+        if call.form is not None and call.prompt is None and self._codec.begins_thought:
             content = content.partition(THOUGHT_TAG)[2].lstrip()  # what has the form comes after it
         stops = [(at, stop) for stop in call.stop if (at := content.find(stop)) >= 0]
         stop_sequence = None

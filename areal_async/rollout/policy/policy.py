@@ -145,6 +145,14 @@ class RecordingPolicy:
         self._streams.append(stream := RecordingStream(generate, self._codec))
         return stream
 
+    async def count_prompt_tokens(self, messages: Sequence[Message], *, tools: Sequence[ToolLike] = ()) -> int:
+        """Return how many tokens the prompt of a conversation has, and record nothing."""
+        messages = checked_messages(messages)
+        if has_images(messages):
+            messages = await self._codec.images.taken(messages)
+        opening = partial(self._conversations.open, messages, self._schemas(tools))
+        return len((await beside_if_long(opening, messages, tools)).prompt_ids)
+
     async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> Reply:
         """Go on from a text or from token ids."""
         params = self._sampling_params(sampling)

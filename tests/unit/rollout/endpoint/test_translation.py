@@ -16,7 +16,7 @@ import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.rollout.endpoint import anthropic_messages, openai_chat, openai_responses
+from areal_async.rollout.endpoint import anthropic_messages, openai_chat, openai_completions, openai_responses
 from areal_async.rollout.endpoint.calls import ApiExchange, CompletionRequest, Form, ReportedReply, ToolChoice
 from areal_async.rollout.endpoint.reading import UNHAD, Unsupported
 from areal_async.rollout.endpoint.refusals import Refusal
@@ -550,6 +550,7 @@ COLUMNS = {
     "chat": openai_chat._ChatRequest,
     "responses": openai_responses._ResponsesRequest,
     "messages": anthropic_messages._MessagesRequest,
+    "completions": openai_completions._CompletionsRequest,
 }
 
 
