@@ -12,9 +12,10 @@ CONSTRAINTS := tools/constraints.txt
 SGLANG := .venv-sglang
 SITE := .site/html
 AGENTS := .venv-agents
+ENVIRONMENTS := .venv-environments
 export NEED_AGENTS := $(AGENTS)/bin/python
 
-.PHONY: run browser agents ray sglang test test-runs test-sglang test-gpu test-slurm test-hosts test-ray faults faults-quick nightly
+.PHONY: run browser agents environments ray sglang test test-environments test-runs test-sglang test-gpu test-slurm test-hosts test-ray faults faults-quick nightly
 .PHONY: check lint types site docs setup clean
 
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
@@ -23,12 +24,17 @@ run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
 # Three files at a time, for a third of each one's time is a wait; each whole in one process, in their order: the long
 # ones come first. ARGS="-n 0 ..." undoes it.
 test: $(STAMP) browser agents  ## every test that runs without a GPU and without SGLang, but for those of `test-runs`
-	$(BIN)/python -m pytest -m "not sglang and not slurm and not ray and not hosts and not whole_runs and not nightly and not gpu" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not sglang and not slurm and not ray and not hosts and not whole_runs and not environments and not nightly and not gpu" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 browser:  ## what the report of a run is looked at with; Debian's, where there is none
 	$(PYTHON) tools/setup_browser.py
 
 agents: $(AGENTS)/.installed  ## the agent frameworks that are tried at the endpoint, in an environment of their own
+
+environments: $(ENVIRONMENTS)/.installed  ## libraries whose environments are trained, in an environment of their own over the project's
+
+test-environments: environments  ## environments of other libraries, in runs and by themselves
+	$(ENVIRONMENTS)/bin/python -m pytest -m "environments and not nightly" -n 0 tests/environments $(ARGS)
 
 test-runs: $(STAMP)  ## whole runs: what users do, end to end, each workflow, a run that is operated, killed or damaged
 	$(BIN)/python -m pytest -m "whole_runs and not nightly" -n 3 --dist loadfile --no-loadscope-reorder tests/e2e $(ARGS)
@@ -60,9 +66,10 @@ faults: $(STAMP)  ## every fault of the matrix against real runs; under an hour 
 faults-quick: $(STAMP)  ## a selection of the faults, one seed each; under 8 minutes on two cores
 	$(BIN)/python -m tools.faults --quick $(ARGS)
 
-nightly: $(STAMP) ray agents sglang  ## the longer proofs: each test on both event loops, every fault and what is beside its row, millions of inputs and of steps of the protocol
+nightly: $(STAMP) ray agents environments sglang  ## the longer proofs: each test on both event loops, every fault and what is beside its row, millions of inputs and of steps of the protocol
 	$(MAKE) test ARGS=--both-loops
 	$(BIN)/python -m pytest -m nightly tests/e2e
+	$(ENVIRONMENTS)/bin/python -m pytest -m "environments and nightly" -n 0 tests/environments
 	NEED_SGLANG=$(SGLANG)/bin/python $(BIN)/python -m pytest -m "sglang and nightly" tests/sglang
 	NEED_HOSTS=1 $(BIN)/python -m pytest -m "hosts and nightly" -n 0 tests/hosts
 	$(MAKE) faults
@@ -103,9 +110,16 @@ $(AGENTS)/.installed: tools/agents.txt
 	$(AGENTS)/bin/python $(INSTALL) --no-deps -r tools/agents.txt
 	@touch $@
 
+# What it has itself goes before what the project has.
+$(ENVIRONMENTS)/.installed: tools/environments.txt $(STAMP)
+	$(PYTHON) -m venv --clear $(ENVIRONMENTS)
+	$(ENVIRONMENTS)/bin/python $(INSTALL) --no-deps -r tools/environments.txt
+	$(ENVIRONMENTS)/bin/python tools/over_project.py $(BIN)/python
+	@touch $@
+
 $(VENV)/.ray: $(STAMP)
 	$(BIN)/python $(INSTALL) -c $(CONSTRAINTS) -e ".[ray]"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(AGENTS) .site build *.egg-info
+	rm -rf $(VENV) $(SGLANG) $(AGENTS) $(ENVIRONMENTS) .site build *.egg-info

@@ -21,7 +21,11 @@ class Scheme(NamedTuple):
     """Whether ``NAME`` is a file or a folder on this machine."""
 
 
-SCHEMES: dict[str, Scheme] = {}
+SCHEMES: dict[str, Scheme] = {
+    "gym": Scheme("areal_async.environments.gym", package="gymnasium", extra="gym"),
+    "openenv": Scheme("areal_async.environments.openenv", package="websockets", extra="openenv"),
+    "verifiers": Scheme("areal_async.environments.verifiers", package="verifiers", extra="verifiers"),
+}
 """Name of a scheme -> the kind. A new one is one line here and one module."""
 SPELLED = re.compile(r"([a-z][a-z0-9_-]*):(.+)", re.DOTALL)
 
