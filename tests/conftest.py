@@ -20,6 +20,21 @@ from tests.quiet import logging_as_before
 if TYPE_CHECKING:
     from tests.unit.inference.embedded_engine import Server
 
+ROOT = Path(__file__).resolve().parents[1]
+BEGUN_FIRST = (
+    "tests/e2e/test_guides.py",
+    "tests/e2e/test_operating.py",
+    "tests/e2e/test_run.py",
+    "tests/e2e/test_workflows.py",
+    "tests/e2e/test_starts.py",
+    "tests/e2e/test_mixed.py",
+    "tests/unit/trainer/engine/test_compiled.py",
+    "tests/unit/trainer/test_measured_memory.py",
+    "tests/unit/trainer/test_alone.py",
+    "tests/unit/trainer/test_traced_layouts.py",
+)
+"""Files that take longest, of each suite: begun late, they would leave the other processes nothing to do at the end."""
+
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")
@@ -27,6 +42,12 @@ hypothesis.settings.load_profile("untimed")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--both-loops", action="store_true", help="run every async test on asyncio's own loop too")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {ROOT / name: place for place, name in enumerate(BEGUN_FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
