@@ -1,6 +1,6 @@
 """What tests of several packages share: their event loops, a real broker for each that asks for one, one engine."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
 from areal_async.config.settings import BusSettings, RunSettings, Settings
+from areal_async.process.gc_pauses import importing
 from tests.brokers import CONNECT_DEADLINE_S, OpenRole, as_operator, running_broker
 from tests.gpu_drivers import driver as driver
 from tests.loops import anyio_backend as anyio_backend
@@ -42,6 +43,13 @@ hypothesis.settings.load_profile("untimed")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--both-loops", action="store_true", help="run every async test on asyncio's own loop too")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import what all tests need without looking for garbage; later looks, of tests that ask for some, leave it out."""
+    with importing():
+        return (yield)
 
 
 @pytest.hookimpl(trylast=True)
