@@ -29,9 +29,12 @@ ADAPTERS = {"trainer__lora__rank": 4, "trainer__vision": "lora", "trainer__lr": 
 """Every step's answers are of the adapters that the step before has announced, and has changed so that it shows."""
 
 
-@pytest.mark.parametrize("given", [{}, ADAPTERS])
+@pytest.mark.parametrize("given", [pytest.param({}, marks=pytest.mark.nightly), ADAPTERS])
 def test_the_trainer_sees_what_the_servers_saw(given: dict[str, Any], tmp_path: Path) -> None:
-    """A fifth of the prompts are text alone. On-policy, so that every token counts for the gap."""
+    """A fifth of the prompts are text alone. On-policy, so that every token counts for the gap.
+
+    Of whole weights every day: ``clevr_count`` in ``test_workflows.py``.
+    """
     workflow = tmp_path / "shapes.py"
     workflow.write_text(WORKFLOW)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"id": n}) + "\n" for n in range(32)))
