@@ -58,13 +58,13 @@ class ForwardPlan:
         return mask
 
 
-class _SlotLayer(CacheLayerMixin):
+class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer: [S, L, H, D] each."""
 
     is_sliding = False
 
     def __init__(self, owner: "SlotCache") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._owner = owner
         self.store: list[torch.Tensor] = []
         """Tensors of keys, then of values; empty until the first forward pass gives their shapes."""
@@ -114,7 +114,7 @@ class _SlotLayer(CacheLayerMixin):
         return -1
 
 
-class SlotCache(Cache):
+class SlotCache(Cache):  # type: ignore[misc]
     """The cache of a whole model; ``plan`` must be set before each forward pass."""
 
     def __init__(self, num_layers: int) -> None:
