@@ -68,7 +68,7 @@ faults-quick: $(STAMP)  ## a selection of the faults, one seed each; under 8 min
 
 nightly: $(STAMP) ray agents environments sglang  ## the longer proofs: each test on both event loops, every fault and what is beside its row, millions of inputs and of steps of the protocol
 	$(MAKE) test ARGS=--both-loops
-	$(BIN)/python -m pytest -m nightly tests/e2e
+	$(BIN)/python -m pytest -m nightly tests/e2e tests/unit
 	$(ENVIRONMENTS)/bin/python -m pytest -m "environments and nightly" -n 0 tests/environments
 	NEED_SGLANG=$(SGLANG)/bin/python $(BIN)/python -m pytest -m "sglang and nightly" tests/sglang
 	NEED_HOSTS=1 $(BIN)/python -m pytest -m "hosts and nightly" -n 0 tests/hosts

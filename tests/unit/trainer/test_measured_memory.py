@@ -1,5 +1,6 @@
 """What preflight says that a rank takes is what it takes, by the bytes that torch is asked for."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,13 @@ SIZES: dict[str, dict[str, int]] = {
     "most of it activations": {"hidden": 64, "layers": 4, "vocab": 500, "tokens": 1024},
     "most of it logits": {"hidden": 64, "layers": 1, "vocab": 8000, "tokens": 512},
 }
+DTYPES = ("float32", "bfloat16")
+KINDS = (SEEING, (False, True), DTYPES)
+SEEING_CASES = [
+    pytest.param(*case, marks=[pytest.mark.nightly] * (sum(map(tuple.index, KINDS, case)) % 2))
+    for case in itertools.product(*KINDS)
+]
+"""Any two of these meet in a case of every run; the other four are nightly."""
 
 
 @pytest.fixture(scope="module")
@@ -32,24 +40,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rank_takes_what_is_estimated(dtype: str, ranks: Ranks, models: dict[str, Path]) -> None:
     for name, phases in _measured(ranks, models, dtype).items():
         assert _most(phases) == pytest.approx(_estimate(models[name], name, 1, dtype), rel=0.1), (name, phases)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("trainer", [{}, {"activation_checkpointing": True}])
-@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize(("family", "recomputes", "dtype"), SEEING_CASES)
 def test_a_rank_that_sees_takes_what_is_estimated(
-    family: str, trainer: dict[str, Any], dtype: str, ranks: Ranks, tmp_path: Path
+    family: str, dtype: str, ranks: Ranks, tmp_path: Path, *, recomputes: bool
 ) -> None:
     """Of rows whose tokens show images, each another one, and hardly anything else."""
     tower = {"depth": 6, "hidden_size": 128, "intermediate_size": 320, "num_heads": 4}
     folder = save_seeing_model(tmp_path, family, tower=tower)
     rows = [seeing_row([png(index, width=128, height=32)], index=index, length=4) for index in range(8)]
     settings = settings_of(folder, num_ranks=1, tokens=4 * rows[0].num_tokens, dtype=dtype)
-    settings = settings.model_copy(update={"trainer": settings.trainer.model_copy(update=trainer)})
+    trainer = settings.trainer.model_copy(update={"activation_checkpointing": recomputes})
+    settings = settings.model_copy(update={"trainer": trainer})
     meter = TorchMeter()
 
     measure(ranks, settings, meter, rows)
