@@ -15,16 +15,19 @@ AGENTS := .venv-agents
 ENVIRONMENTS := .venv-environments
 export NEED_AGENTS := $(AGENTS)/bin/python
 
-.PHONY: run browser agents environments ray sglang test test-environments test-runs test-sglang test-gpu test-slurm test-hosts test-ray faults faults-quick nightly
+.PHONY: run collected browser agents environments ray sglang test test-environments test-runs test-sglang test-gpu test-slurm test-hosts test-ray faults faults-quick nightly
 .PHONY: check lint types site docs setup clean
 
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
 	$(BIN)/python -m areal_async run workflows/gsm8k.py $(ARGS)
 
-# Three files at a time, for a third of each one's time is a wait; each whole in one process, in their order: the long
-# ones come first. ARGS="-n 0 ..." undoes it.
+# Three files at a time, for a third of each one's time is a wait; each whole in one process, the longest ones first
+# (tests/conftest.py). ARGS="-n 0 ..." undoes it.
 test: $(STAMP) browser agents  ## every test that runs without a GPU and without SGLang, but for those of `test-runs`
 	$(BIN)/python -m pytest -m "not sglang and not slurm and not ray and not hosts and not whole_runs and not environments and not nightly and not gpu" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+collected: $(STAMP)  ## the tests compiled, once: each process of `make test` would do it for itself
+	$(BIN)/python -m pytest --collect-only -qq > $(VENV)/.collected || { cat $(VENV)/.collected; false; }
 
 browser:  ## what the report of a run is looked at with; Debian's, where there is none
 	$(PYTHON) tools/setup_browser.py
