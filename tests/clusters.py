@@ -59,7 +59,7 @@ class Link:
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            with suppress(OSError):
+            with suppress(OSError, RuntimeError):  # uvloop's, where the other end has been closed meanwhile
                 while chunk := await reader.read(CHUNK_BYTES):
                     await self.whole.wait()
                     writer.write(chunk)

@@ -100,7 +100,7 @@ class VerifiersEnvironment(Environment):
         trained = [trace.reward for trace in episode.traces if trace.agent.trainable]
         if not trained:
             raise WorkflowError(f"{self._what}: got an episode of which no trace is to be trained, need one at least")
-        return sum(trained) / len(trained)
+        return float(sum(trained) / len(trained))
 
     def _task(self, prompt: Prompt) -> Any:
         index, wanted = int(prompt["index"]), prompt["sha256"]

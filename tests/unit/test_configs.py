@@ -121,9 +121,9 @@ def test_train_and_test_files_of_ours_have_the_same_columns() -> None:
         datasets = [*(task.dataset for task in settings.tasks), settings.eval.dataset]
         columns = set()
         for dataset in datasets:
-            if dataset is not None and dataset.path.endswith(".jsonl"):
+            if dataset is not None and dataset.path is not None and dataset.path.endswith(".jsonl"):
                 with (ROOT / dataset.path).open(encoding="utf-8") as lines:
                     columns.add(tuple(json.loads(lines.readline())))
-            if dataset is not None and dataset.path.endswith(".parquet"):
+            if dataset is not None and dataset.path is not None and dataset.path.endswith(".parquet"):
                 columns.add(tuple(pq.read_schema(ROOT / dataset.path).names))
         assert len(columns) <= 1, path.name

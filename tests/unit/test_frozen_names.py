@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.cli.main import VERBS
+from areal_async.cli.parsing.verbs import VERBS
 from areal_async.config.settings import Settings
 from areal_async.config.tree import describe
 from areal_async.protocol import arms, evaluations, events, publish_log, run_state, types, wire

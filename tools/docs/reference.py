@@ -20,7 +20,7 @@ from sphinx.util.docutils import SphinxDirective
 from starlette.routing import Route
 
 from areal_async.bus.streams import consumer_configs, stream_configs
-from areal_async.cli.main import VERBS, Verb
+from areal_async.cli.parsing.verbs import VERBS, Verb
 from areal_async.config.kept import why_kept
 from areal_async.config.live import LIVE
 from areal_async.config.reward_model import RewardModelSettings

@@ -48,11 +48,11 @@ def test_every_verb_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "sentence"),
     [
         (["rum"], "unknown verb rum; did you mean run"),
-        (["zzz"], "unknown verb zzz; need one of run, try, eval, compare, sft, "),
+        (["zzz"], "unknown verb zzz; need one of run, init, try, eval, compare, sft, "),
         (["run", "--frsh"], "unknown option --frsh; did you mean --fresh"),
         (["trainer", "--run-directory", "x", "--run.steps", "3"], "unknown option --run.steps; need one of "),
         (["node", "--run-directory", "x"], "--node-id: got none, need the node's own among those of the run"),
-        (["run"], "run: got neither a workflow nor settings; name FILE.py, --config FILE.yaml, or both"),
+        (["run"], "run: got neither a workflow nor settings; name FILE.py or an environment, --config FILE.yaml, or"),
         (["run", "a.py", "b.py"], "unrecognized arguments: b.py; see "),
         (["run", "--config", "no.yaml"], "configuration: no file no.yaml; "),
         (["sft", "--run.name", "x"], "dataset: got nothing, need a value; "),

@@ -171,6 +171,7 @@ def test_every_setting_that_holds_a_path_says_of_which_kind_it_is() -> None:
                 "path",
                 "python",
                 "workflow",
+                "environment",
                 "calls",
             )
             assert get_origin(annotation) is not UnionType

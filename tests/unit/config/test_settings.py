@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from areal_async.config.launch import LaunchSettings
@@ -51,16 +50,17 @@ def test_defaults_are_described_as_they_are_written_in_a_file() -> None:
 
 
 def kind_of(path: Path) -> type[BaseModel]:
-    if "tasks" in yaml.safe_load(path.read_text()):
-        return Settings
-    return RewardModelSettings if path.stem.startswith("reward_model") else SftSettings
+    if path.stem.startswith("sft"):
+        return SftSettings
+    return RewardModelSettings if path.stem.startswith("reward_model") else Settings
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_file_in_configs_parses(path: Path) -> None:
     settings = load_kind(kind_of(path), path, use_environment=False)
 
-    assert settings.model_dump()["run"]["name"] == path.stem
+    # Those of all environments leave the name to the one that is run.
+    assert settings.model_dump()["run"]["name"] == ("run" if path.stem.startswith("environment") else path.stem)
 
 
 @pytest.mark.parametrize("stem", ["gsm8k"])

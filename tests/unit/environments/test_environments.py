@@ -20,7 +20,7 @@ from areal_async.config.tasks import workflow_name
 from areal_async.data.recorded_rows import Used, refuse_other_rows
 from areal_async.data.rows import load_rows
 from areal_async.environments.environment import MAX_ROW_BYTES, Environment, tasks_of
-from areal_async.environments.names import SCHEMES, Scheme, environment_name
+from areal_async.environments.names import SCHEMES, Scheme, environment_name, spellings
 from areal_async.errors import UserError
 from areal_async.protocol.types import Prompt
 from areal_async.rollout.user_code.per_node import given_per_node
@@ -240,6 +240,6 @@ def test_a_run_that_goes_on_keeps_its_options(place: Path) -> None:
 
 def test_what_is_nowhere_is_said_with_the_kinds_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "nobody:a"]) == 2
-    assert "or an environment: files:PATH, made:NAME" in capsys.readouterr().err
+    assert f"or an environment: {spellings()}" in capsys.readouterr().err
     with pytest.raises(UserError, match="there is no gone; name a file or a folder"):
         check_file("files:gone")

@@ -106,7 +106,7 @@ async def test_what_was_freed_between_what_lives_on_goes_with_a_checkpoint(stati
     blocks, between = [], []
     for _ in range(256):
         blocks.append(np.ones(512 << 10, dtype=np.uint8))
-        between.append(np.ones(64 << 10, dtype=np.uint8))
+        between.append(np.ones(512 << 10, dtype=np.uint8))  # as large: else older gaps might take them all
     blocks.clear()
     before = _resident_mb()
     async with station.open() as checkpointer:

@@ -1,0 +1,1 @@
+"""What the command line takes: its verbs, and the words after each."""
