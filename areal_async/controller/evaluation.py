@@ -6,8 +6,9 @@ where the stream gets full: it holds tickets and results, and any process that f
 """
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import anyio
 import anyio.to_thread
@@ -45,7 +46,14 @@ class Evaluator:
     """Evaluates one version at a time, all tasks side by side."""
 
     def __init__(
-        self, bus: Bus, held_out: Tasks, *, file: Path, num_samples: int = 1, rows: RowImages | None = None
+        self,
+        bus: Bus,
+        held_out: Tasks,
+        *,
+        file: Path,
+        num_samples: int = 1,
+        rows: RowImages | None = None,
+        asked: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Take held-out rows.
 
@@ -53,12 +61,14 @@ class Evaluator:
             file: takes a line for each record; what each row got goes into ``evaluations/`` beside it.
             num_samples: answers to each row.
             rows: takes in their images; ``None`` where they have none.
+            asked: what tells each task's questions from others, for the records (``versions.evaluations.asked_of``).
         """
         self._bus = bus
         self._rows = held_out
         self._images = EvaluationImages(bus, rows) if rows is not None and held_out.names_with_images else None
         self._wanted = [(index, sample) for index in range(len(held_out)) for sample in range(num_samples)]
         self._num_samples = num_samples
+        self._asked = asked
         self._file = file
         self._num_unasked = 0
         """Tickets that are not stored yet."""
@@ -201,7 +211,8 @@ class Evaluator:
         own: dict[str, list[EvalResult]] = {name: [] for name in self._rows.names}
         for result in results:
             own[self._rows.name_at(result.index)].append(result)
-        return [_record(version, workflow, part, self._num_samples) for workflow, part in own.items()]
+        records = [_record(version, workflow, part, self._num_samples) for workflow, part in own.items()]
+        return [msgspec.structs.replace(one, asked=self._asked.get(one.workflow, "")) for one in records]
 
     def _answer(self, result: EvalResult) -> evaluations.Answer:
         task, row = self._rows.place(result.index)

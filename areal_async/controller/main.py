@@ -2,7 +2,7 @@
 
 import functools
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import anyio
@@ -17,7 +17,7 @@ from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.row_images import RowImages
 from areal_async.controller.tasks import Tasks
 from areal_async.data.images import row_at, take_row
-from areal_async.data.recorded_rows import Used, refuse_other_rows
+from areal_async.data.recorded_rows import Used, digest_of, refuse_other_rows
 from areal_async.data.rows import load_rows
 from areal_async.errors import BusError, ConflictError, DeniedError, FencedError, PipelineError, UserError, leaves_of
 from areal_async.process import stacks
@@ -29,6 +29,8 @@ from areal_async.telemetry import log as logging
 from areal_async.telemetry import wait_graph
 from areal_async.telemetry.exporters.prometheus import exporting
 from areal_async.telemetry.exporters.traces import recording
+from areal_async.versions.evaluations import asked_of
+from areal_async.versions.registry import read_code
 from areal_async.vision.spec import VisionSpec
 
 NOBODY, NO_REVISION = "nobody", 1 << 62
@@ -47,10 +49,15 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     tasks = Tasks([(task.name, one.rows) for task, one in zip(settings.tasks, trained, strict=True)])
     _check_sendable(settings, trained)
     refuse_other_rows(run_directory / "rows.json", [*trained, *held_out], run=settings.run.name)
+    code = read_code(run_directory)
+    asked = {
+        task.name: asked_of(settings, task.name, rows=digest_of(one.rows), code=code)
+        for (task, *_), one in zip(settings.held_out, held_out, strict=True)
+    }
     evaluated = [(task.name, one.rows) for (task, *_), one in zip(settings.held_out, held_out, strict=True)]
     seen = Tasks(evaluated)
     vision = vision_of(settings.model.path) if tasks.names_with_images or seen.names_with_images else None
-    main = functools.partial(_run, settings, run_directory, bus_url, tasks, seen, vision)
+    main = functools.partial(_run, settings, run_directory, bus_url, tasks, seen, asked, vision)
     with recording(settings, run_directory, role="controller"):
         is_told_to_end = anyio.run(run_until_told, main, signal.SIGTERM, backend_options={"use_uvloop": True})
     if is_told_to_end:  # by the signal itself: status 0 would say that the run has finished
@@ -100,6 +107,7 @@ async def _run(
     bus_url: str,
     tasks: Tasks,
     held_out: Tasks,
+    asked: Mapping[str, str],
     vision: VisionSpec | None,
 ) -> None:
     async with open_run_bus(settings, run_directory, bus_url, Role.CONTROLLER) as bus:
@@ -111,6 +119,7 @@ async def _run(
                 file=run_directory / "eval.jsonl",
                 num_samples=settings.eval.samples,
                 rows=RowImages(bus, held_out, settings, vision, waiter=wait_graph.CONTROLLER),
+                asked=asked,
             )
             if len(held_out)
             else None

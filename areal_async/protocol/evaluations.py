@@ -68,4 +68,5 @@ class EvalRecord(Record, frozen=True, kw_only=True):
     pass_at: dict[str, float] = {}  # by k, where there are several
     reasons: dict[str, Count] = {}
     """Why answers have no reward, and how often: the most frequent."""
+    asked: str = ""  # hash of all that decides about its answers beside the weights; of the same another may take them
     is_graded: bool = False  # a reward is neither 0 nor 1: ``accuracy`` is a mean reward then, and is called so

@@ -12,6 +12,7 @@ MAX_ROWS = 20
 MAX_CHARACTERS = 2000
 """Of an answer, and of a row."""
 NO_FIGURE = "–"
+NO_TEXT = "(no text is kept)"
 
 
 def sentences(comparison: Comparison) -> Iterator[str]:
@@ -106,7 +107,7 @@ def markdown(comparison: Comparison, changed: Sequence[Changed], rows: Mapping[t
         for side, given in (("a", one.a), ("b", one.b)):
             lines += ["", f"{side}: {told_rewards(given)}", ""]
             for answer in given[:1]:
-                lines += _fenced(answer.error or answer.text)
+                lines += _fenced(answer.error or answer.text or NO_TEXT)
     if len(changed) > MAX_ROWS:
         lines += ["", f"{len(changed) - MAX_ROWS} more are in answers.jsonl."]
     return "\n".join(lines) + "\n"

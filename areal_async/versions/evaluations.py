@@ -3,13 +3,17 @@
 So two evaluated versions can be compared row by row without any new answer.
 """
 
-from collections.abc import Collection
+import hashlib
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from areal_async.config.settings import Settings
 from areal_async.errors import UserError
 from areal_async.process.atomic_folders import write_whole
+from areal_async.process.json_lines import json_lines
 from areal_async.protocol.fields import Count, RewardNumber, TokenText, is_version
 from areal_async.protocol.types import Record, Version
 
@@ -33,6 +37,44 @@ class Answer(Record, frozen=True, kw_only=True):
     error: str = ""
     num_tokens: Count = 0
     """Tokens that the model has said for it, in all its turns."""
+
+
+def question_of(settings: Settings) -> dict[str, Any]:
+    """Return what answers to held-out rows depend on, beside the weights, the rows, their workflows and sampling."""
+    return {
+        "model": settings.model.model_dump(mode="json", exclude={"path"}),
+        "template": settings.rollout.template.model_dump(mode="json"),
+        "policies": {name: policy.model_dump(mode="json") for name, policy in settings.policies.items()},
+        "flags": settings.inference.flags,
+    }
+
+
+def asked_of(settings: Settings, task: str, *, rows: str, code: Mapping[str, str]) -> str:
+    """Return the hash of what a task's answers depend on, beside the weights.
+
+    Args:
+        rows: hash of its held-out rows.
+        code: those of the workflows' files, by their paths.
+    """
+    sampling = settings.eval_sampling_of(task).model_dump()
+    told = [task, rows, sorted(code.values()), settings.eval.samples, sampling, question_of(settings)]
+    return hashlib.sha256(msgspec.json.encode(told, order="sorted", enc_hook=str)).hexdigest()
+
+
+def read_asked(run_directory: Path, version: Version, task: str, asked: str) -> list[Answer]:
+    """Return what an evaluation got that has asked the same of one version; nothing where there was none.
+
+    One during which servers went on to newer weights speaks of several.
+
+    Raises:
+        UserError: as for ``read``.
+    """
+    name = str(version)
+    wanted = {"eval_id": name, "oldest": name, "newest": name, "workflow": task, "asked": asked}
+    lines = json_lines(run_directory / "eval.jsonl")
+    if not any(all(line.get(key) == value for key, value in wanted.items()) for line in lines):
+        return []
+    return [one for one in read(run_directory, version) if one.task == task]
 
 
 def write(run_directory: Path, version: Version, answers: Collection[Answer]) -> None:

@@ -193,6 +193,11 @@ def _record(path: Path) -> Mapping[str, Any]:
         return {}
 
 
+def read_code(run_directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file of a run's workflows as it was started last; nothing where nothing tells."""
+    return {path: str(digest) for path, digest in _record(run_directory / CODE).items()}
+
+
 def short_hash(hashes: Mapping[str, str]) -> str:
     """Return a few digits that stand for all of some hashes; empty for none."""
     text = json.dumps(dict(hashes), sort_keys=True)

@@ -132,7 +132,8 @@ async def controlling(open_role: OpenRole, settings: Settings, *, held_out: Any 
 def _controller(bus: Bus, settings: Settings, held_out: Any = None, **keywords: Any) -> Controller:
     own = held_out if isinstance(held_out, Tasks) else Tasks([("w", held_out or [])])
     file, num_samples = settings.run.directory / "eval.jsonl", settings.eval.samples
-    evaluator = Evaluator(bus, own, file=file, num_samples=num_samples) if len(own) else None
+    asked = {"w": "what is asked"}
+    evaluator = Evaluator(bus, own, file=file, num_samples=num_samples, asked=asked) if len(own) else None
     accounts = Accounts(max_groups_in_flight=settings.rollout.max_groups_in_flight)
     return Controller(bus, settings, Tasks([("w", ROWS)]), evaluator, accounts=accounts, **keywords)
 
@@ -433,7 +434,7 @@ async def test_each_row_is_asked_for_as_many_answers_as_are_wanted_and_they_make
     assert evaluations.evaluated(file.parent) == [Version(1, 0)]
     assert asked == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert (line["accuracy"], line["num_scored"], line["num_failed"]) == (0.25, 3, 1)
-    assert (line["num_samples"], line["pass_at"]) == (2, {"1": 0.25, "2": 1.0})
+    assert (line["num_samples"], line["pass_at"], line["asked"]) == (2, {"1": 0.25, "2": 1.0}, "what is asked")
     assert line["reasons"] == {"too late": 1}
 
 

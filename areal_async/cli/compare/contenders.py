@@ -13,7 +13,9 @@ from areal_async.config.settings import HeldOut, Settings
 from areal_async.config.sources import load_settings
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import find_run
+from areal_async.protocol.types import Version
 from areal_async.rollout.user_code.source_hashes import source_hashes
+from areal_async.versions import evaluations
 from areal_async.versions.comparison import Side
 
 OF_B = ("rollout.", "model.", "inference.", "policies.", "tasks.")
@@ -48,6 +50,27 @@ class Contender:
         if self.model is None:
             check_held_out(self.settings, self.tasks, urls=self.urls)
 
+    def evaluated(self, rows: Mapping[str, str]) -> list[evaluations.Answer]:
+        """Return the answers that its run's evaluation has got to the very same questions.
+
+        Args:
+            rows: hash of each task's held-out rows.
+
+        Raises:
+            UserError: they are kept, and were damaged.
+        """
+        if self.model is None or not self.model.version:
+            return []
+        directory, version = self.model.directory, Version.parse(self.model.version)
+        code = source_hashes(task.workflow for task in self.settings.tasks)
+        return [
+            answer
+            for name, digest in rows.items()
+            for answer in evaluations.read_asked(
+                directory, version, name, evaluations.asked_of(self.settings, name, rows=digest, code=code)
+            )
+        ]
+
     @property
     def question(self) -> dict[str, Any]:
         """What its answers depend on, beside the rows; of two sides this differs."""
@@ -56,11 +79,8 @@ class Contender:
         specs = [task.workflow for task, _, _ in self.tasks]
         return {
             "from": [side.run, side.version, side.model, side.server, _files_in(folder)],
-            "model": settings.model.model_dump(mode="json", exclude={"path"}),
             "sampling": {task.name: settings.eval_sampling_of(task.name).model_dump() for task, _, _ in self.tasks},
-            "template": settings.rollout.template.model_dump(mode="json"),
-            "policies": {name: policy.model_dump(mode="json") for name, policy in settings.policies.items()},
-            "flags": settings.inference.flags,
+            **evaluations.question_of(settings),
             "workflows": [specs, source_hashes(specs)],
         }
 

@@ -18,7 +18,7 @@ import msgspec
 
 from areal_async.cli.compare.by_nodes import ask_nodes, refuse_what_nodes_cannot
 from areal_async.cli.compare.contenders import OF_B, Contender, contenders
-from areal_async.cli.compare.progress import Progress
+from areal_async.cli.compare.progress import Progress, tell_progress
 from areal_async.cli.evaluate import Asked, answer_held_out, check_held_out, held_out_of, read_held_out
 from areal_async.cli.orders import who
 from areal_async.cli.starting.trials import TemporaryFolder
@@ -64,12 +64,16 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         if live is not None:
             given = [word for word in ("--b" * bool(arguments.b), *overrides) if word]
             refuse_what_nodes_cannot(a.settings, prompts, given[0] if given else "")
-        comparison = comparison_of(a, b, prompts)
+        rows = {name: own.digest for name, own in prompts.items()}
+        comparison = comparison_of(a, b, prompts, rows)
         path = place_of(arguments.output, b, comparison.comparison_id)
         folder = stack.enter_context(opened(path, comparison))
+        sides: tuple[tuple[Which, Contender], ...] = (("a", a), ("b", b))
+        if not arguments.anew:
+            for which, side in sides:
+                take_evaluated(folder, which, side, rows)
         if not arguments.json:
             say(f"{path}: {len(folder.answers)} answers are there, {len(folder.left)} are asked for")
-        sides: tuple[tuple[Which, Contender], ...] = (("a", a), ("b", b))
         for which, side in sides:
             if live is not None:
                 ask_nodes(live, folder, which, side, prompts)
@@ -116,8 +120,8 @@ def live_run(arguments: argparse.Namespace) -> RunDirectory | None:
     return directory if directory.is_live else None
 
 
-def comparison_of(a: Contender, b: Contender, prompts: Mapping[str, RowPrompts]) -> Comparison:
-    """Return what is asked."""
+def comparison_of(a: Contender, b: Contender, prompts: Mapping[str, RowPrompts], rows: Mapping[str, str]) -> Comparison:
+    """Return what is asked, given each task's prompts and the hash of their rows."""
     return Comparison.of(
         a.side,
         b.side,
@@ -126,7 +130,7 @@ def comparison_of(a: Contender, b: Contender, prompts: Mapping[str, RowPrompts])
         question={
             "a": a.question,
             "b": b.question,
-            "rows": {name: own.digest for name, own in prompts.items()},
+            "rows": dict(rows),
             "seed": a.settings.run.seed,
         },
         at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -142,6 +146,16 @@ def place_of(output: str | None, b: Contender, comparison_id: str) -> Path:
         path = (b.model.directory if b.model is not None else b.settings.run.directory) / FOLDER / comparison_id
     check_place("--output", path)
     return path
+
+
+def take_evaluated(folder: ComparisonFolder, which: Which, side: Contender, rows: Mapping[str, str]) -> None:
+    """Take over what an evaluation has got to the same questions; what the model said it does not keep."""
+    left = set(folder.left)
+    found = [one for one in side.evaluated(rows) if (which, one.task, one.row, one.sample) in left]
+    for one in found:
+        folder.add(Answer(side=which, version=side.side.version, **msgspec.structs.asdict(one)))
+    if found:
+        tell_progress(f"{side.side.name}: {len(found)} answers are its evaluation's; --anew asks them again")
 
 
 def ask(

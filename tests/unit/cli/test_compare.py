@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 
 from areal_async.cli.compare.contenders import contenders, pair
-from areal_async.cli.compare.verb import place_of, tell, text_of
+from areal_async.cli.compare.verb import place_of, take_evaluated, tell, text_of
 from areal_async.cli.main import VERBS, main, split_overrides
 from areal_async.config.sources import dump_settings, load_settings
 from areal_async.errors import UserError
+from areal_async.protocol.types import Version
+from areal_async.rollout.user_code.source_hashes import source_hashes
+from areal_async.versions import evaluations
 from areal_async.versions.comparison import opened
+from areal_async.versions.evaluations import asked_of
 from tests.unit.versions.test_comparison import comparison, rewarded
 
 
@@ -141,6 +145,25 @@ def test_of_two_runs_only_model_and_template_are_the_seconds_own() -> None:
     assert (a.settings.model.dtype, b.settings.model.dtype) == ("float32", "bfloat16")
     assert b.settings.model_copy(update={"rollout": a.settings.rollout, "model": a.settings.model}) == a.settings
     assert place_of(None, b, "id") == Path("runs/two/comparisons/id").absolute()
+
+
+def test_what_an_evaluation_has_got_to_the_same_questions_is_not_asked_again(place: Path) -> None:
+    a, _ = sides("--run", "one", "--versions", "1-2,1-4")
+    rows, run = {"mine": "rows"}, place / "runs" / "one"
+    asked = asked_of(a.settings, "mine", rows="rows", code=source_hashes([a.settings.tasks[0].workflow]))
+    line = {"eval_id": "1-2", "oldest": "1-2", "newest": "1-2", "workflow": "mine", "asked": asked}
+    (run / "eval.jsonl").write_text(json.dumps(line) + "\n")
+    evaluations.write(run, Version(1, 2), [evaluations.Answer(task="mine", row=row, reward=1.0) for row in range(3)])
+    with opened(place / "c", comparison(mine=2)) as folder:
+        take_evaluated(folder, "a", a, rows)
+
+        assert [(one.asked, one.reward, one.version) for one in folder.answers] == [
+            (("a", "mine", 0, 0), 1.0, "1-2"), (("a", "mine", 1, 0), 1.0, "1-2"),
+        ]  # fmt: skip
+        assert len(folder.left) == 2
+    assert a.evaluated({"mine": "others"}) == []
+    (place / "workflows" / "mine.py").write_text("async def mine(prompt, policy):\n    return 0.5\n")
+    assert a.evaluated(rows) == []
 
 
 def test_settings_given_to_both_are_both_sides_and_the_second_has_its_own_beside() -> None:

@@ -1,9 +1,12 @@
 """What each row of an evaluation got is kept, and read as nothing else."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from areal_async.config.settings import DatasetSettings, EvalSettings, ModelSettings, Settings, TaskSettings
 from areal_async.errors import UserError
 from areal_async.protocol.types import Version
 from areal_async.versions import evaluations
@@ -36,3 +39,27 @@ def test_what_is_no_answer_is_refused(tmp_path: Path, line: str) -> None:
 
     with pytest.raises(UserError, match=r"1-20.jsonl: line 4 is no answer"):
         evaluations.read(tmp_path, Version(1, 20))
+
+
+def test_another_takes_answers_of_one_version_to_the_same_questions_alone(tmp_path: Path) -> None:
+    evaluations.write(tmp_path, Version(1, 20), ANSWERS)
+    line = {"eval_id": "1-20", "oldest": "1-20", "newest": "1-20", "workflow": "a", "asked": "x"}
+    (tmp_path / "eval.jsonl").write_text(json.dumps(line) + "\n")
+
+    assert evaluations.read_asked(tmp_path, Version(1, 20), "a", "x") == [ANSWERS[2], ANSWERS[1]]
+    for task, asked, newest in (("b", "x", "1-20"), ("a", "y", "1-20"), ("a", "x", "1-21")):
+        (tmp_path / "eval.jsonl").write_text(json.dumps(line | {"newest": newest}) + "\n")
+        assert evaluations.read_asked(tmp_path, Version(1, 20), task, asked) == []
+
+
+def test_what_is_asked_is_rows_code_and_settings_but_not_the_models_place() -> None:
+    def asked(rows: str = "r", code: str = "c", samples: int = 1, **model: Any) -> str:
+        settings = Settings(
+            tasks=(TaskSettings(workflow="w.py", dataset=DatasetSettings(path="x")),),
+            model=ModelSettings(**{"path": "m", **model}),
+            eval=EvalSettings(samples=samples),
+        )
+        return evaluations.asked_of(settings, "w", rows=rows, code={"w.py": code})
+
+    assert asked() == asked(path="elsewhere")
+    assert len({asked(), asked("s"), asked(code="d"), asked(samples=2), asked(dtype="float32")}) == 5
