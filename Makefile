@@ -13,9 +13,11 @@ SGLANG := .venv-sglang
 SITE := .site/html
 AGENTS := .venv-agents
 ENVIRONMENTS := .venv-environments
+MORE_AGENTS := .venv-agents-more
+CODING_AGENTS := .agents-cli
 export NEED_AGENTS := $(AGENTS)/bin/python
 
-.PHONY: run collected browser agents environments ray sglang test test-environments test-runs test-sglang test-gpu test-slurm test-hosts test-ray faults faults-quick nightly
+.PHONY: run collected browser agents agents-more environments ray sglang test test-environments test-runs test-sglang test-gpu test-slurm test-hosts test-ray faults faults-quick nightly
 .PHONY: check lint types site docs setup clean
 
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
@@ -39,7 +41,9 @@ environments: $(ENVIRONMENTS)/.installed  ## libraries whose environments are tr
 test-environments: environments  ## environments of other libraries, in runs and by themselves
 	$(ENVIRONMENTS)/bin/python -m pytest -m "environments and not nightly" -n 0 tests/environments $(ARGS)
 
-test-runs: $(STAMP)  ## whole runs: what users do, end to end, each workflow, a run that is operated, killed or damaged
+agents-more: $(MORE_AGENTS)/.installed $(CODING_AGENTS)/.installed  ## those that are tried at night, and coding agents by npm
+
+test-runs: $(STAMP) agents  ## whole runs: what users do, end to end, each workflow, a run that is operated, killed or damaged
 	$(BIN)/python -m pytest -m "whole_runs and not nightly" -n 3 --dist loadfile --no-loadscope-reorder tests/e2e $(ARGS)
 
 ray: $(VENV)/.ray  ## Ray beside the rest, for runs of its clusters
@@ -69,9 +73,10 @@ faults: $(STAMP)  ## every fault of the matrix against real runs; under an hour 
 faults-quick: $(STAMP)  ## a selection of the faults, one seed each; under 8 minutes on two cores
 	$(BIN)/python -m tools.faults --quick $(ARGS)
 
-nightly: $(STAMP) ray agents environments sglang  ## the longer proofs: each test on both event loops, every fault and what is beside its row, millions of inputs and of steps of the protocol
+nightly: $(STAMP) ray agents agents-more environments sglang  ## the longer proofs: each test on both event loops, every fault and what is beside its row, millions of inputs and of steps of the protocol
 	$(MAKE) test ARGS=--both-loops
-	$(BIN)/python -m pytest -m nightly tests/e2e tests/unit
+	NEED_MORE_AGENTS=$(MORE_AGENTS)/bin/python NEED_CODING_AGENTS=$(CODING_AGENTS)/node_modules/.bin \
+		$(BIN)/python -m pytest -m nightly tests/e2e tests/unit
 	$(ENVIRONMENTS)/bin/python -m pytest -m "environments and nightly" -n 0 tests/environments
 	NEED_SGLANG=$(SGLANG)/bin/python $(BIN)/python -m pytest -m "sglang and nightly" tests/sglang
 	NEED_HOSTS=1 $(BIN)/python -m pytest -m "hosts and nightly" -n 0 tests/hosts
@@ -120,9 +125,19 @@ $(ENVIRONMENTS)/.installed: tools/environments.txt $(STAMP)
 	$(ENVIRONMENTS)/bin/python tools/over_project.py $(BIN)/python
 	@touch $@
 
+$(MORE_AGENTS)/.installed: tools/agents_more.txt
+	$(PYTHON) -m venv --clear $(MORE_AGENTS)
+	$(MORE_AGENTS)/bin/python $(INSTALL) --no-deps -r tools/agents_more.txt
+	@touch $@
+
+$(CODING_AGENTS)/.installed: tools/agents_cli.txt
+	rm -rf $(CODING_AGENTS) && mkdir $(CODING_AGENTS)
+	npm install --prefix $(CODING_AGENTS) --no-audit --no-fund --silent $$(grep -v "^\#" tools/agents_cli.txt)
+	@touch $@
+
 $(VENV)/.ray: $(STAMP)
 	$(BIN)/python $(INSTALL) -c $(CONSTRAINTS) -e ".[ray]"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(AGENTS) $(ENVIRONMENTS) .site build *.egg-info
+	rm -rf $(VENV) $(SGLANG) $(AGENTS) $(MORE_AGENTS) $(CODING_AGENTS) $(ENVIRONMENTS) .site build *.egg-info

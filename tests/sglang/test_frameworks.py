@@ -13,8 +13,12 @@ from tests.unit.inference.embedded_engine import Server
 from tests.unit.rollout.endpoint.test_frameworks import (
     folder,
     python,
+    test_anthropic,
     test_instructor,
     test_langchain,
+    test_langgraph,
+    test_openai,
+    test_openai_agents,
     test_pydantic_ai,
     test_smolagents,
 )
@@ -22,8 +26,12 @@ from tests.unit.rollout.endpoint.test_frameworks import (
 __all__ = [
     "folder",
     "python",
+    "test_anthropic",
     "test_instructor",
     "test_langchain",
+    "test_langgraph",
+    "test_openai",
+    "test_openai_agents",
     "test_pydantic_ai",
     "test_smolagents",
 ]

@@ -19,8 +19,8 @@ LIKED = '"}]:2f,'
 """Letters, the dearest first: a text is closed before it is begun, an object before it has another key."""
 
 
-def build_terse(folder: Path) -> Path:
-    """Save one of two layers, 64 wide, with a template."""
+def build_terse(folder: Path, *, sharpness: float = 1.0) -> Path:
+    """Save one of two layers, 64 wide, with a template; ``sharpness`` says how sure it is of what it likes."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=512,
@@ -43,7 +43,7 @@ def build_terse(folder: Path) -> Path:
         model.model.embed_tokens.weight[:, 0] = 1.0  # all tokens have this in common, and the head looks at it
         model.lm_head.weight[:, 0] = 0.0
         for rank, token in enumerate(liked):
-            model.lm_head.weight[token, 0] = 1.0 - 0.05 * rank
+            model.lm_head.weight[token, 0] = sharpness * (1.0 - 0.05 * rank)
     model.save_pretrained(folder)
     tokenizer_with("hermes").save_pretrained(folder)
     return folder

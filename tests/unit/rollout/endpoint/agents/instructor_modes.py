@@ -41,4 +41,5 @@ def main() -> None:
         print(json.dumps([mode.name, found.model_dump()]))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -46,4 +46,5 @@ def main() -> None:
         tell(f"{api} streamed", chunks[-1].model_dump())
 
 
-main()
+if __name__ == "__main__":
+    main()

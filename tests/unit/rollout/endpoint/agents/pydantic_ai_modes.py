@@ -33,4 +33,5 @@ def main() -> None:
             print(json.dumps([f"{api.__name__} {type(output).__name__}", result.output.model_dump()]))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,12 @@
-"""Have smolagents' ToolCallingAgent answer with tools, and write what it answers as a line of JSON."""
+"""Have both agents of smolagents answer with tools, and write what each answers as a line of JSON."""
 
 import json
 import os
 import sys
 from contextlib import redirect_stdout
+from typing import Any
 
-from smolagents import OpenAIServerModel, Tool, ToolCallingAgent
+from smolagents import CodeAgent, OpenAIServerModel, Tool, ToolCallingAgent
 
 
 class Add(Tool):  # type: ignore[misc]
@@ -23,11 +24,18 @@ class Add(Tool):  # type: ignore[misc]
 
 def main() -> None:
     model = OpenAIServerModel("gpt-4o", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
-    for is_streamed in (False, True):
-        agent = ToolCallingAgent(tools=[Add()], model=model, max_steps=3, stream_outputs=is_streamed, verbosity_level=0)
+    kinds: Any = (
+        ("ToolCallingAgent", ToolCallingAgent, {}),
+        ("ToolCallingAgent streamed", ToolCallingAgent, {"stream_outputs": True}),
+        ("CodeAgent", CodeAgent, {}),
+        ("CodeAgent use_structured_outputs_internally", CodeAgent, {"use_structured_outputs_internally": True}),
+    )
+    for name, kind, options in kinds:
+        agent = kind(tools=[Add()], model=model, max_steps=2, verbosity_level=0, **options)
         with redirect_stdout(sys.stderr):  # where it shows what is streamed
             answer = agent.run("What is 2 and 3?")
-        print(json.dumps([f"ToolCallingAgent{' streamed' * is_streamed}", {"answer": answer}]))
+        print(json.dumps([name, {"answer": str(answer)}]))
 
 
-main()
+if __name__ == "__main__":
+    main()
