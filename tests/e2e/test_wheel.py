@@ -79,8 +79,10 @@ def project(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactor
     (block,) = (one for one in blocks_of(PAGE) if one.heading == "A project of your own" and one.language == "console")
     first, *then = (command for command, _ in commands(block.body))
     _say(first, folder, environment)
-    (folder / "demo" / "random.py").write_text("raise ImportError('a module of the user')\n")  # as Python has one
+    one_of_pythons = folder / "demo" / "random.py"
+    one_of_pythons.write_text("raise ImportError('a module of the user')\n")
     _say(" && ".join(then), folder, environment)
+    one_of_pythons.unlink()  # for who has Python start a script beside it there is no help
     return folder / "demo"
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 import areal_async
 from areal_async import runs, user_files
+from areal_async.cli.evaluate import Result
 from areal_async.errors import PipelineError, UserError
 from areal_async.user_files import import_file
 
@@ -43,6 +45,12 @@ def test_a_function_that_no_other_process_can_import_is_refused_with_what_to_do(
         areal_async.train(in_a_cell())
     with pytest.raises(UserError, match="in no file"):
         areal_async.evaluate(in_a_cell())
+
+
+def test_scores_are_what_the_command_answers_with() -> None:
+    assert [(one.name, one.type) for one in fields(areal_async.Scores)] == [
+        (one.name, one.type) for one in fields(Result)
+    ]
 
 
 def test_settings_are_written_as_the_command_line_has_them() -> None:
