@@ -216,6 +216,24 @@ def test_an_elastic_run_trains_on_with_the_hosts_that_are_left_and_with_all_once
     print(run.output, run.doctor())
 
 
+@pytest.mark.nightly
+def test_ranks_on_two_hosts_go_back_live(hosts: SomeHosts, tmp_path: Path) -> None:
+    kept = {"trainer__checkpoint_every_steps": 2, "trainer__keep_checkpoints": 100, "run__steps": NUM_STEPS}
+    run = SpreadRun(hosts, tmp_path, workflow=unhurried(tmp_path), rollout__batch_groups=2, **kept)
+    try:
+        run.start()
+        run.wait_for_step(3)
+        run.said("rollback", "--to", "2")
+        run.finish(deadline_s=2 * DEADLINE_S)
+    finally:
+        run.kill_everything()
+        run.close()
+
+    lineages = [Version.parse(line["weights_version"]).lineage for line in run.steps]
+    assert lineages == [1] * 2 + [2] * (NUM_STEPS - 2)
+    print(run.output, run.doctor())
+
+
 def test_ranks_on_two_hosts_have_the_gradients_of_ranks_on_one(hosts: SomeHosts, tmp_path: Path) -> None:
     batch, model = tmp_path / "batch.npz", REPOSITORY / "configs" / "models" / "tiny"
     sequences = random_rows(16, max_tokens=48, vocab_size=vocab_size(model), seed=1)
