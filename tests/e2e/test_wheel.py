@@ -6,6 +6,7 @@ which finds every other package where this one's are; the copy is gone before th
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -166,3 +167,15 @@ def test_every_other_template_works_at_once(
     _say(f"areal-async init . --template {template}", tmp_path, environment)
 
     assert told in _say(f"areal-async {command}", tmp_path, environment)
+
+
+@pytest.mark.nightly
+def test_a_project_learns_with_the_settings_that_it_has(environment: dict[str, str], tmp_path: Path) -> None:
+    whole = {name: value for name, value in environment.items() if name not in SHORT}
+    _say("areal-async init demo", tmp_path, whole)
+
+    said = _say("areal-async run workflow.py", tmp_path / "demo", whole)
+
+    first, *_, last = re.findall(r"^eval of version \S+ accuracy (\S+) over 256 rows$", said, re.MULTILINE)
+    assert float(first) < 0.6
+    assert float(last) > 0.85
