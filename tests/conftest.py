@@ -19,6 +19,7 @@ from tests.loops import run_on_both
 from tests.quiet import logging_as_before
 
 if TYPE_CHECKING:
+    from areal_async.trainer.engine.parallel.ranks import Ranks
     from tests.unit.inference.embedded_engine import Server
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,6 +67,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _logging_as_before() -> Iterator[None]:
     with logging_as_before():
         yield
+
+
+@pytest.fixture(scope="session")
+def ranks() -> "Iterator[Ranks]":
+    """Return the only rank of a trainer: a process has one for all of its tests, as torch allows no second one."""
+    from areal_async.trainer.engine.parallel.ranks import joined_ranks
+
+    with joined_ranks(deadline_s=100.0) as ranks:
+        yield ranks
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """A step that has shown images is archived with them, and trained again from there once the broker has let them go."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
@@ -12,7 +11,7 @@ from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.protocol.types import Cut, CutGroup, CutSlot
 from areal_async.trainer.batch.payloads import RankShard, slots_of
 from areal_async.trainer.engine.engines import Engines, EngineThreads
-from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.threads import BackgroundJob
 from areal_async.trainer.output.archive_reader import find_archived, read_recorded
 from areal_async.trainer.step_runner import StepRunner
@@ -23,12 +22,6 @@ from tests.unit.trainer.seeing import save_seeing_model
 pytestmark = pytest.mark.anyio
 
 GROUP = "0-1-0"
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with joined_ranks(deadline_s=100.0) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

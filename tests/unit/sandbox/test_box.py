@@ -419,11 +419,15 @@ async def test_a_box_ends_with_its_process_however_that_ends(warm: None) -> None
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE) as owner:  # noqa: ASYNC220
         assert owner.stdout is not None
         assert await anyio.to_thread.run_sync(owner.stdout.readline) == b"ready\n"
-        running = [pid for pid in processes_below(owner.pid) if is_sandboxed(pid) or is_named(pid, b"sleep")]
-        assert len(running) > 2
+
+        def running() -> list[int]:
+            return [pid for pid in processes_below(owner.pid) if is_sandboxed(pid) or is_named(pid, b"sleep")]
+
+        await until(lambda: len(running()) > 2)  # both sleep
+        there = running()
         owner.send_signal(signal.SIGKILL)
         owner.wait()
-    await until(lambda: not any(is_sandboxed(pid) or is_named(pid, b"sleep") for pid in running))
+    await until(lambda: not any(is_sandboxed(pid) or is_named(pid, b"sleep") for pid in there))
 
 
 def is_named(pid: int, name: bytes) -> bool:

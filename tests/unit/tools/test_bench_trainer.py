@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_async.trainer.engine.parallel.ranks import joined_ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.packing.flops import DecoderFlops
 from tools import bench_trainer
 from tools.bench_lengths import KINDS, LONGEST_TOKENS, draw, packed
@@ -93,11 +93,10 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_packed_and_padded_come_to_one_gradient(batch: Path) -> None:
-    with joined_ranks(deadline_s=100.0) as ranks:
-        rows, settings = read_rows(batch), settings_of(MODEL, 1024)
+def test_packed_and_padded_come_to_one_gradient(batch: Path, ranks: Ranks) -> None:
+    rows, settings = read_rows(batch), settings_of(MODEL, 1024)
 
-        assert _packed(settings, rows, ranks)() == pytest.approx(_plain(settings, rows)(), rel=1e-4)
+    assert _packed(settings, rows, ranks)() == pytest.approx(_plain(settings, rows)(), rel=1e-4)
 
 
 def test_the_dense_batch_has_as_many_rows_and_about_as_many_tokens_and_no_padding(batch: Path) -> None:

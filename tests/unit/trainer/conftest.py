@@ -1,20 +1,12 @@
-"""A trainer of one rank, others of several, and a small model, made once for all tests of this folder."""
+"""Trainers of several ranks, and a small model, made once for all tests of this folder."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from tests.unit.trainer.models import save_model
 from tests.unit.trainer.rank_workers import RankWorkers
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    """Return the only rank of a trainer."""
-    with joined_ranks(deadline_s=100.0) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="session")

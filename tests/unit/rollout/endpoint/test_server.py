@@ -416,7 +416,6 @@ async def test_request_runs_in_the_name_of_its_workflow() -> None:
         ("POST", "/models", 405),
         ("POST", "/v1/embeddings", 404),
         ("GET", "/", 404),
-        ("POST", "/v1/messages/count_tokens", 404),
     ],
 )
 async def test_what_is_not_served_is_said_so(method: str, path: str, status: int) -> None:
