@@ -44,6 +44,8 @@ async def play(prompt, policy):
     reply = await policy.complete([5, 6, 7])
     if prompt["question"] == "hard":
         raise ValueError("too hard")
+    if prompt["question"] == "sampled":
+        return policy.sampling.temperature
     if prompt["question"] == "spoiled":
         raise ValueError("the other side has changed the row")
     prompt.row["question"] = "spoiled"
@@ -176,14 +178,17 @@ async def test_a_side_of_a_comparison_answers_alone_as_in_an_evaluation_of_so_ma
     await run.controller.put(ARMS, Arms(compared={side.name: side}))
     await run.ask(1, arm=side, num_samples=1)
     await run.ask(2, arm=side, question="hard", num_samples=2)
+    await run.ask(3, arm=side, question="sampled", num_samples=1)
+    await run.ask(4, arm=side, question="sampled", num_samples=2)
 
     async with run.running_node():
-        easy, hard = await run.answers(2)
+        easy, hard, greedy, drawn = await run.answers(4)
 
     assert (easy.arm_id, easy.number, easy.result.index, easy.result.reward) == ("compare_1_a-1", 1, 3, 12.0)
     assert easy.result.num_tokens == 12
     assert easy.text
     assert "too hard" in hard.result.error
+    assert (greedy.result.reward, drawn.result.reward) == (0.0, 1.0), "the temperature"
     assert await run.results(0) == [], "no pair"
     assert await run.num_tickets(side) == 0
 

@@ -12,7 +12,7 @@ from areal_async.config.settings import ArmSettings, InferenceSettings, Settings
 from areal_async.controller.arm_orders import ADD, REMOVE, ArmOrders
 from areal_async.controller.tasks import Tasks
 from areal_async.errors import UserError
-from areal_async.protocol.arms import Arm, Arms
+from areal_async.protocol.arms import Arm, Arms, Pinned
 from areal_async.protocol.subjects import ARMS
 from areal_async.protocol.types import Admitted
 from areal_async.versions.audit import read as read_audit
@@ -53,6 +53,8 @@ async def test_an_arm_begins_with_what_is_admitted_after_it_and_goes_when_it_is_
     open_role: OpenRole, settings: Settings
 ) -> None:
     async with ordering(open_role, settings) as orders:
+        side = Pinned(name="c", arm_id="c-1", path="/arms/c")
+        await orders.operator.put(ARMS, Arms(compared={"c": side}))
         said = await orders.give(ADD, name="old", version="1-4", path="/arms/old", share=0.25, reason="is it better?")
         arms = await orders.arms()
         again = await orders.give(ADD, name="old", path="/arms/other")
@@ -60,6 +62,7 @@ async def test_an_arm_begins_with_what_is_admitted_after_it_and_goes_when_it_is_
         missing = await orders.give(REMOVE, name="old")
         anew = await orders.give(ADD, name="old", path="/arms/other")
         later = await orders.arms()
+        kept, _ = await orders.operator.get(ARMS, Arms)
 
     assert said.startswith("arm old: 1-4 answers 0.25 prompts more for each that is admitted from now on")
     arm = arms["old"]
@@ -70,6 +73,8 @@ async def test_an_arm_begins_with_what_is_admitted_after_it_and_goes_when_it_is_
     assert missing == "no: arm old: the run has none of that name; it has none"
     assert anew.startswith("arm old: /arms/other answers 0.1 prompts more")
     assert later["old"].arm_id != arm.arm_id
+    assert kept is not None
+    assert kept.compared == {"c": side}, "a comparison goes on"
     told = [entry.what for entry in read_audit(settings.run_directory)]
     assert any("add-arm old 1-4 share=0.25" in what for what in told), told
 

@@ -315,13 +315,24 @@ async def test_what_is_stored_for_an_arm_goes_with_it_and_its_name_begins_anew(
             return (await scene.state()).num_asked == 15
 
         await until(is_asked)
-        await scene.set_arms(other)
         names = scene.operator.names
+        compared = ArmTicket(
+            eval_id="1-0", index=0, workflow="w", row={}, arm="side", arm_id="side-1", number=1, num_samples=1
+        )
+        side = msgspec.structs.replace(ARM, name="side", arm_id="side-1")
+        await scene.operator.put(ARMS, Arms(by_name={"old": other}, compared={"side": side}))
+        await scene.operator.publish(names.arm_tickets("side-1"), compared, msg_id="side-1")
 
         async def is_purged() -> bool:
             return not await scene.operator.stored_by_subject(names.eval_stream, names.arm_messages(ARM.arm_id))
 
+        async def is_gone() -> bool:
+            return not await scene.operator.stored_by_subject(names.eval_stream, names.arm_messages("side-1"))
+
         await until(is_purged)
+        assert await scene.operator.stored_by_subject(names.eval_stream, names.arm_messages("side-1"))
+        await scene.set_arms(other)
+        await until(is_gone)
         scene.answers.may_speak.set()
         scene.answers.asked.clear()
         await scene.end_groups(62)

@@ -66,11 +66,14 @@ def test_a_better_version_is_promoted_once_and_a_worse_one_raises_an_alarm(tmp_p
     told = [
         event for event in anyio.run(_events, run.directory) if event["event"] in ("version.tagged", "alarm.raised")
     ]
-    assert [(one["event"], one.get("tag", "gate"), one.get("version", "1-3")) for one in told] == [
-        ("version.tagged", "champion", "1-1"), ("version.tagged", "first", "1-1"),
-        ("version.tagged", "champion", "1-2"), ("alarm.raised", "gate", "1-3"),
+    what = [(one["event"], one.get("tag", "gate"), one.get("version", "1-3")) for one in told]
+    what.remove(("version.tagged", "first", "1-1"))  # whenever the command was done
+    assert what == [
+        ("version.tagged", "champion", "1-1"), ("version.tagged", "champion", "1-2"), ("alarm.raised", "gate", "1-3"),
     ]  # fmt: skip
-    assert told[-1]["sentence"].startswith("1-3 does worse: accuracy -1.000 against champion 1-2")
+    assert next(one["sentence"] for one in told if one["event"] == "alarm.raised").startswith(
+        "1-3 does worse: accuracy -1.000 against champion 1-2"
+    )
 
     refused = said("promote", "3", *place)
     assert refused.returncode == 2
