@@ -101,6 +101,9 @@ class RolloutSettings(Section):
     """Groups per training step."""
     max_staleness: int = Field(default=2, ge=0, le=MAX_STEP)
     """Oldest weights a trained token may come from, in versions. 0 is truly on-policy."""
+    admission: Literal["fresh", "eager"] = "eager"
+    """Within the credit that ``max_staleness`` gives, groups are admitted as early as they may be, or (``fresh``) as
+    late as the trainer need not wait for them, so that their tokens are young."""
     when_stale: Literal["wait", "mask", "drop"] = "wait"
     """``wait`` for due groups, ``mask`` over-age tokens out of the loss, or ``drop`` the group (favours the short)."""
     max_attempts: int = Field(default=3, ge=1)

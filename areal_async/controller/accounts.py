@@ -203,11 +203,18 @@ class Accounts:
 
         Weights of an older lineage stand for those of the same step, as far as this one has inherited them.
         """
-        if self.held is None:
-            return self.journal.restored_step
-        if self.held.lineage < self.journal.lineage:
-            return min(self.journal.last_shared_step(self.held), self.journal.restored_step)
-        return self.held.step
+        return self.journal.restored_step if self.held is None else self.step_of(self.held)
+
+    def step_of(self, version: Version) -> int:
+        """Return the step whose weights a version is, as this lineage counts it."""
+        if version.lineage < self.journal.lineage:
+            return min(self.journal.last_shared_step(version), self.journal.restored_step)
+        return version.step
+
+    def num_beyond(self, step: int) -> int:
+        """Return how many admitted groups are neither settled nor in the cut of this step or an earlier one."""
+        num_in_cuts = self.journal.num_cut_groups(through_step=step)
+        return self.admitted.total - self._num_settled_untrained - num_in_cuts
 
     @property
     def num_settled(self) -> int:

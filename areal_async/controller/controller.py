@@ -15,6 +15,7 @@ anywhere.
 """
 
 import itertools
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -27,7 +28,14 @@ from areal_async.bus import Bus, Message, entries_after, serving
 from areal_async.config.live import settings_now
 from areal_async.config.settings import Settings
 from areal_async.controller.accounts import ENDED_EARLY, Accounts, Readmission
-from areal_async.controller.admission import Admission, AdmissionOrder, left_over, missing_for_admission, next_admission
+from areal_async.controller.admission import (
+    ADMISSION_BATCH,
+    Admission,
+    AdmissionOrder,
+    left_over,
+    missing_for_admission,
+    next_admission,
+)
 from areal_async.controller.arm_orders import ArmOrders
 from areal_async.controller.arms import ArmQuestions
 from areal_async.controller.book_keeping import BooksSnapshots
@@ -39,6 +47,7 @@ from areal_async.controller.fleets import FleetOrders
 from areal_async.controller.gate import Gate
 from areal_async.controller.host_orders import HostOrders
 from areal_async.controller.no_step_alarm import NoStepAlarm
+from areal_async.controller.pacing import Pacer
 from areal_async.controller.processes.failure_detector import FailureDetector
 from areal_async.controller.processes.liveness import LivenessWatch
 from areal_async.controller.processes.reports import RunProgress, TrainersHold
@@ -100,6 +109,8 @@ class Controller:
         self._admitted_revision = 0
         self._log_sequence = 0
         self._no_step_alarm = NoStepAlarm(accounts)
+        self._pacer = Pacer(batch_groups=settings.rollout.batch_groups)
+        """Told of what happens from when this controller has read the log that it found."""
         self._progress = RunProgress()
         self._gate = Gate(bus, settings)
         self.evaluation = EvaluationSchedule(
@@ -153,6 +164,7 @@ class Controller:
                 loops.start_soon(loop)
             self._log_sequence = await self._snapshots.restore(has_curriculum=self._has_curriculum)
             await self._read_existing_log()
+            self._pacer = Pacer(batch_groups=self._settings.rollout.batch_groups)
             self._no_step_alarm.check(self._now)  # what this finds, the controller before has told
             self._accounts.num_consecutive_failed = 0  # of an earlier start: who resumes the run has mended the cause
             loops.start_soon(self.run_log)
@@ -207,11 +219,13 @@ class Controller:
             # Who may store trajectories may name any group; one that was not admitted has no credit to return.
             entry = msgspec.structs.replace(entry, groups=[one for one in entry.groups if self._counts(one.group_id)])
             self._accounts.add_cut(entry, sequence=message.sequence)
+            self._pacer.note_cut(entry, now=anyio.current_time())
         elif isinstance(entry, Outcome) and not self._counts(entry.group_id):
             await self._bus.dead_letter(message, f"group {entry.group_id}: not admitted, of {len(self._tasks)} prompts")
             return
         elif isinstance(entry, Outcome):
             self._accounts.add_outcome(entry)
+            self._pacer.note_outcome(entry)
         if self._has_curriculum and isinstance(entry, Cut | Outcome):
             self._visits.read(entry)
 
@@ -240,6 +254,9 @@ class Controller:
             if entries != seen or newest != self.evaluation.newest:
                 before, servers = self._accounts.held, [state for state, _ in entries.values()]
                 self._accounts.hold(servers, newest=Version.parse(newest.version) if newest is not None else None)
+                if newest is not None:
+                    step = self._accounts.step_of(Version.parse(newest.version))
+                    self._pacer.note_newest(step, now=anyio.current_time())
                 if self._accounts.held != before or newest != self.evaluation.newest:
                     self.evaluation.newest = newest
                     self._progress.announce()
@@ -250,7 +267,7 @@ class Controller:
     # admission
 
     async def run_admission(self) -> None:
-        """Admit whenever there is a credit, until the last step's cut is journalled."""
+        """Admit whenever there is a credit and the pacer wants it spent, until the last step's cut is journalled."""
         last_step = self._settings.run.steps
         while True:
             num_seen = self._progress.changed.num_rings
@@ -258,15 +275,28 @@ class Controller:
             paused = f"resume: {control.by or 'an operator'} has paused the run" if control.is_paused else ""
             unmade = "" if self.evaluation.is_first_done else "the first evaluation"
             self._waits_for = missing_for_admission(self._accounts, last_step=last_step) or paused or unmade
-            mixing = order.mixing(self._now)
+            count, look_in_s = self._num_wanted(), math.inf
+            if not count and not self._waits_for:
+                self._waits_for, look_in_s = "the time when its groups are needed", self._pacer.look_in_s
             admission = next_admission(
-                self._accounts, order.sampler, last_step=last_step, curriculum=order.curriculum, mixing=mixing
+                self._accounts,
+                order.sampler,
+                last_step=last_step,
+                curriculum=order.curriculum,
+                mixing=order.mixing(self._now),
+                batch=min(count, ADMISSION_BATCH),
             )
             if admission is None or self._waits_for:
-                with self.evaluation.waiting(wait_graph.ADMISSION):
+                with self.evaluation.waiting(wait_graph.ADMISSION), anyio.move_on_after(look_in_s):
                     await self._progress.changed.wait(num_seen)
             else:
                 await self._admit(admission)
+
+    def _num_wanted(self) -> int:
+        """Return how many groups are to be admitted now, within credit."""
+        if self._settings.rollout.admission == "eager":
+            return self._accounts.num_credits
+        return self._pacer.num_wanted(self._accounts, now=anyio.current_time())
 
     def _row_at(self, position: int) -> int:
         """Return the row at a place in the order of the data; where nobody can say any more, that of a later place."""
@@ -294,6 +324,8 @@ class Controller:
         if admission.record.mixes != self._accounts.admitted.mixes:
             log.info("admission.mixed", mixes=msgspec.to_builtins(admission.record.mixes))
         self._accounts.admitted = admission.record
+        admitted = ((str(item.group_id), self._tasks.name_at(item.group_id.index)) for item in admission.items)
+        self._pacer.note_admitted(admitted, now=anyio.current_time())
         failpoint("controller.after_cursor")
         self._progress.announce()
 
@@ -392,6 +424,7 @@ class Controller:
             "waits_for": evaluating or self.waits_for,
             "waits": wait_graph.report(wait_graph.CONTROLLER),
             "arms": self._arms.report(),
+            **self._pacer.report(accounts, now=anyio.current_time()),
             **_together(self._no_step_alarm.report(), self._gate.report()),
         }
 

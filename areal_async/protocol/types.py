@@ -269,6 +269,8 @@ class StoredMessage(Record, frozen=True, kw_only=True):
     sequence: int
     """Stream sequence: a hint where to find the payload, never a key."""
     num_bytes: int
+    stored_ns: int = 0
+    """When it was stored, in nanoseconds since 1970 by the broker's clock; 0 where that is not known."""
 
 
 class OutcomeKind(StrEnum):
@@ -338,6 +340,8 @@ class CutGroup(Record, frozen=True, kw_only=True):
     slots: list[CutSlot]
     num_failed_attempts: Count = 0
     """Earlier attempts at its prompt that failed: needed if it falls out of the cut."""
+    duration_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
+    """Time from its ticket to its last slot, by the broker's clock; 0 where that is not known."""
 
 
 class CutKind(StrEnum):

@@ -241,8 +241,10 @@ def encode_message(trajectories: Seq[Trajectory], ticket: Ticket) -> EncodedMess
     return EncodedMessage(msgspec.msgpack.encode(blobs), headers, slots)
 
 
-def decode_headers(headers: Mapping[str, str] | None, *, sequence: int, num_bytes: int) -> StoredMessage:
-    """Read a trajectory message's headers.
+def decode_headers(
+    headers: Mapping[str, str] | None, *, sequence: int, num_bytes: int, stored_ns: int = 0
+) -> StoredMessage:
+    """Read a trajectory message's headers; the numbers are the message's own (``StoredMessage``).
 
     Raises:
         WireError: a header is missing or does not fit.
@@ -264,7 +266,7 @@ def decode_headers(headers: Mapping[str, str] | None, *, sequence: int, num_byte
     return StoredMessage(
         group_id=group.group_id, workflow=group.workflow, ticket_version=group.ticket_version,
         num_failed_attempts=group.num_failed_attempts, group_size=group.group_size, slots=slots,
-        sequence=sequence, num_bytes=num_bytes,
+        sequence=sequence, num_bytes=num_bytes, stored_ns=stored_ns,
     )  # fmt: skip
 
 

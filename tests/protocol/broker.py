@@ -78,6 +78,7 @@ class Lease:
 
     ticket: Ticket
     sequence: int
+    stored_ns: int = 0
     num_delivered: int = 0
     holder: int | None = None
     """Number of the process that has it now."""
@@ -289,13 +290,13 @@ class ModelBus:
         if not self._broker.is_known(f"ticket.{ticket.group_id}"):
             self._world.touch()
             sequence = self._broker.next_sequence()
-            self._broker.tickets[sequence] = Lease(ticket, sequence)
+            self._broker.tickets[sequence] = Lease(ticket, sequence, int(self._world.clock_s * 1e9))
             self._world.oracle.on_ticket(ticket)
 
-    async def read_tickets(self) -> list[tuple[int, Ticket]]:
+    async def read_tickets(self) -> list[Lease]:
         """Return the tickets that are stored, which are those nobody has acked."""
         await effect()
-        return [(sequence, lease.ticket) for sequence, lease in self._broker.tickets.items()]
+        return list(self._broker.tickets.values())
 
     async def lease(self) -> TicketDelivery | None:
         await effect()

@@ -18,6 +18,7 @@ from areal_async.config.settings import RolloutSettings
 from areal_async.controller import admission
 from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.curriculum import Curriculum
+from areal_async.controller.pacing import Pacer
 from areal_async.controller.sampler import MixedSampler, RowPool, Sampler
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.run_state import Rollback
@@ -496,3 +497,21 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _have_followers_asked(patch: pytest.MonkeyPatch) -> None:
     """Have reads answered by anybody, who may know less than was seen already."""
     patch.setattr(ModelBus, "least_known", lambda self, what: 0)
+
+
+@_planted("groups are held back for as long as the predictions say so, whoever waits")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def num_wanted(self: Pacer, accounts: Accounts, *, now: float) -> int:
+        return min(accounts.num_credits, self._num_short(accounts, now)) if self._can_predict else accounts.num_credits
+
+    patch.setattr(Pacer, "num_wanted", num_wanted)
+
+
+@_planted("groups are held back before anything was observed")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = Pacer.num_wanted
+
+    def num_wanted(self: Pacer, accounts: Accounts, *, now: float) -> int:
+        return right(self, accounts, now=now) if self._can_predict else 0
+
+    patch.setattr(Pacer, "num_wanted", num_wanted)

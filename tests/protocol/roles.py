@@ -14,6 +14,7 @@ from areal_async.config.settings import CurriculumSettings
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.admission import Admission, Mixing, has_ended, left_over, next_admission
 from areal_async.controller.curriculum import Curriculum, Visits
+from areal_async.controller.pacing import Pacer
 from areal_async.controller.sampler import TaskShare, sampler_of
 from areal_async.errors import ConflictError, FencedError, StreamFullError
 from areal_async.protocol.journal import Journal, without_slots
@@ -81,6 +82,11 @@ class ControllerModel:
         self.first_free = 0
         self.visits = Visits()
         self.curriculum = None if config.keep is None else self.make_curriculum(config.keep)
+        self.pacer = self.make_pacer()
+
+    def make_pacer(self) -> Pacer:
+        """It predicts from the first group and the first step on."""
+        return Pacer(batch_groups=self.world.config.batch_groups, min_durations=1, min_steps=1)
 
     def make_curriculum(self, keep: float) -> Curriculum:
         """Every epoch is a stretch."""
@@ -95,6 +101,7 @@ class ControllerModel:
         self.process.spawn(self._run_servers())
         for entry in await self.bus.read_log("", ""):
             self._read(entry)
+        self.pacer = self.make_pacer()
         self.process.spawn(self._run_log())
         self.process.spawn(self._run_admission())
         last_step = self.world.config.steps
@@ -123,6 +130,10 @@ class ControllerModel:
 
     def _read(self, entry: LogEntry) -> None:
         read_entry(entry, self.accounts)
+        if isinstance(entry.record, Cut):
+            self.pacer.note_cut(entry.record, now=self.world.clock_s)
+        else:
+            self.pacer.note_outcome(entry.record)
         self.visits.read(entry.record)
         self.num_read += 1
         self.world.touch()
@@ -142,6 +153,9 @@ class ControllerModel:
             before = self.accounts.held, self.newest
             self.accounts.hold(servers, newest=None if newest is None else Version.parse(newest.version))
             self.newest = newest
+            if newest is not None:
+                step = self.accounts.step_of(Version.parse(newest.version))
+                self.pacer.note_newest(step, now=self.world.clock_s)
             if before != (self.accounts.held, newest):
                 self.world.touch()
             await idle()
@@ -149,15 +163,17 @@ class ControllerModel:
     async def _run_admission(self) -> None:
         last_step = self.world.config.steps
         while not self.is_over:
+            count = self._num_wanted()
             admission = next_admission(
                 self.accounts,
                 self.sampler,
                 last_step=last_step,
                 curriculum=self.curriculum,
                 mixing=Mixing(weights=self._wanted_weights(), earliest=self.first_free),
-                batch=self.world.config.max_groups_in_flight,
+                batch=min(count, self.world.config.max_groups_in_flight),
             )
-            if admission is None:
+            self.world.oracle.seen["admission held back"] += count < self.accounts.num_credits
+            if admission is None or not count:
                 await idle()
                 continue
             self.world.oracle.on_admission(
@@ -167,6 +183,11 @@ class ControllerModel:
                 num_settled=self.accounts.num_settled,
             )
             await self._admit(admission)
+
+    def _num_wanted(self) -> int:
+        if not self.world.config.is_paced:
+            return self.accounts.num_credits
+        return self.pacer.num_wanted(self.accounts, now=self.world.clock_s)
 
     def _wanted_weights(self) -> list[int]:
         """Return what operators want, who now and then want something else."""
@@ -182,6 +203,7 @@ class ControllerModel:
         except ConflictError as exc:
             raise FencedError("controller") from exc
         self.accounts.admitted = admission.record
+        self.pacer.note_admitted(((str(item.group_id), "w") for item in admission.items), now=self.world.clock_s)
 
     async def _publish_tickets(self, admission: Admission) -> None:
         for number, item in enumerate(admission.items, start=admission.first_number):
@@ -257,6 +279,8 @@ class NodeModel:
         producer = f"p{self.world.num_processes}"
         started: dict[int, Version] = {}
         rng, has_image = self.world.random, not self.world.config.has_images
+        for _ in range(self.world.num_slow):
+            await effect()
         while waiting:
             await effect()
             for sibling in waiting:
@@ -296,6 +320,7 @@ class NodeModel:
             slots=slots,
             sequence=0,
             num_bytes=1,
+            stored_ns=int(self.world.clock_s * 1e9),
         )
         siblings = "_".join(str(slot.sibling) for slot in slots)
         while True:

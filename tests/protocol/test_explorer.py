@@ -10,6 +10,7 @@ NUM_STEPS = 100_000
 MAX_STEPS_TO_FIND = 200_000
 PURGED = Config(min_group_size=2, steps=5, max_attempts=3)
 BACK = Config(goes_back=True, steps=6, batch_groups=1, checkpoint_every=1, num_nodes=1, capacity=4, max_held=1000)
+PACED = Config(steps=8, batch_groups=1, max_staleness=2, num_rows=5, is_paced=True)
 WHERE = {
     "an older trainer can still record a checkpoint": Config(batch_groups=1, steps=5, checkpoint_every=1),
     "a trainer purges without asking whether a newer one has begun": PURGED,
@@ -33,6 +34,8 @@ WHERE = {
     "what was recorded trained stays so where the run goes back": BACK,
     "the credit of a group that is rolled back does not return": BACK,
     "being rolled back counts as a failed attempt": BACK._replace(group_size=1),
+    "groups are held back for as long as the predictions say so, whoever waits": PACED,
+    "groups are held back before anything was observed": PACED,
 }
 """Settings under which a fault is looked for, where drawn ones seldom lead there."""
 FIRST_SEED = {
@@ -63,6 +66,7 @@ MET = (
     "trajectory acked",
     "trajectory purged",
     "old answer",
+    "admission held back",
 )
 """What must have happened for the exploration to mean anything."""
 

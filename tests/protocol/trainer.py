@@ -277,10 +277,10 @@ class TrainerModel:
     async def _run_tickets(self) -> None:
         last = 0
         while True:
-            for sequence, ticket in await self.bus.read_tickets():
-                if sequence > last:
-                    last = sequence
-                    self.rules.add_ticket(ticket)
+            for lease in await self.bus.read_tickets():
+                if lease.sequence > last:
+                    last = lease.sequence
+                    self.rules.add_ticket(lease.ticket, stored_ns=lease.stored_ns)
                     self.world.touch()
             if "tickets" not in self.caught_up:
                 self.caught_up.add("tickets")

@@ -31,6 +31,8 @@ ARMED = (
 )
 """Faults that befall the next operation of their kind."""
 MAX_ZOMBIES = 2
+JUMP_EVERY, SLOW = 120, 30
+"""After so many effects groups take so many more of them than before, or as many as at first."""
 OLD_SHARE = 0.15
 """Of a cluster's answers: they come from a server that is not up to date."""
 ORDERED_AT_ONCE = 0.7
@@ -68,6 +70,8 @@ class Config(NamedTuple):
     """Whether operators have it go on from an earlier checkpoint, now and then."""
     has_images: bool = False
     """Whether each trajectory shows an image, the same for all of a group."""
+    is_paced: bool = False
+    """Whether groups are admitted as late as the trainer need not wait for them; how long they take jumps."""
 
     @property
     def rows_of_tasks(self) -> list[int]:
@@ -116,6 +120,7 @@ def any_config(rng: random.Random) -> Config:
     config = config._replace(has_images=config.capacity == 2)
     # Not drawn: the runs of all other seeds stay what they were.
     config = config._replace(goes_back=config.max_attempts == 3)
+    config = config._replace(is_paced=config.max_staleness == 2)
     if config.num_rows == 2 and config.loses_payloads:
         return config._replace(keep=0.5)
     return config._replace(num_tasks=2) if config.num_rows == 5 and config.loses_payloads else config
@@ -179,6 +184,7 @@ class World:
         self.disk: dict[str, tuple[Any, Content]] = {}
         """Checkpoint folder -> its ledger, and what its weights were trained on."""
         self.now = 0.0
+        self.num_effects = 0
         self.changes = 0
         self.armed: set[str] = set()
         self.processes: list[Process] = []
@@ -210,6 +216,7 @@ class World:
     def step(self, thread: Thread) -> bool:
         """Let a coroutine go on to its next wait; say whether that was an effect."""
         process = thread.process
+        self.num_effects += 1
         if process.role == "trainer" and self.num_effects_to_kill:
             self.num_effects_to_kill -= 1
             if not self.num_effects_to_kill:
@@ -231,6 +238,16 @@ class World:
                 thread.idle_at = self.changes
                 return False
         return True
+
+    @property
+    def clock_s(self) -> float:
+        """What durations are measured by: an effect takes a second."""
+        return self.now + self.num_effects
+
+    @property
+    def num_slow(self) -> int:
+        """How many effects longer a group takes than at other times."""
+        return SLOW if self.config.is_paced and self.num_effects // JUMP_EVERY % 2 else 0
 
     def touch(self) -> None:
         """Note a change: whoever is idle looks again."""

@@ -30,6 +30,10 @@ class OpenGroup:
     slots: dict[int, CutSlot] = field(default_factory=dict)
     is_counted: bool = False
     """Whether it is counted among the groups found whole."""
+    admitted_ns: int = 0
+    """When its ticket was stored, by the broker's clock; 0 where that is not known."""
+    stored_ns: int = 0
+    """When the last of its slots was."""
 
     @property
     def is_complete(self) -> bool:
@@ -59,6 +63,8 @@ class OpenGroup:
         """Take a message's slots; return those whose sibling another producer has stored before."""
         duplicates = []
         for slot in message.slots:
+            if slot.sibling not in self.slots:
+                self.stored_ns = max(self.stored_ns, message.stored_ns)
             held = self.slots.setdefault(slot.sibling, CutSlot(slot=slot, sequence=message.sequence))
             if held.slot.sample_uid != slot.sample_uid:
                 duplicates.append(slot)
@@ -85,6 +91,7 @@ class OpenGroup:
             workflow=self.workflow,
             slots=self.scored,
             num_failed_attempts=self.num_failed_attempts,
+            duration_s=max(0, self.stored_ns - self.admitted_ns) / 1e9 if self.admitted_ns else 0.0,
         )
 
 

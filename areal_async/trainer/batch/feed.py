@@ -237,12 +237,17 @@ class BatchFeed:
                 message, f"got version {ticket.version}, newer than lineage {self.lineage.number}"
             )
             return False
-        return self.planner.add_ticket(ticket)
+        return self.planner.add_ticket(ticket, stored_ns=message.stored_ns)
 
     async def _receive(self, delivery: Delivery) -> None:
         """Take a stored message; record its slots that cannot be used, and remove what needs not be kept."""
         try:
-            message = decode_headers(delivery.headers, sequence=delivery.sequence, num_bytes=delivery.stored_bytes)
+            message = decode_headers(
+                delivery.headers,
+                sequence=delivery.sequence,
+                num_bytes=delivery.stored_bytes,
+                stored_ns=delivery.stored_ns,
+            )
             self._check_origin(message, delivery)
             # Of a group that is cut the journal has the headers, and each payload is checked when it is fetched.
             if not self.planner.is_cut(message.group_id):

@@ -113,12 +113,14 @@ class BatchPlanner(Generic[D]):
         """Let it cut up to ``step``."""
         self._allowed_step = max(self._allowed_step, step)
 
-    def add_ticket(self, ticket: Ticket) -> bool:
-        """Note an admission; say whether it was news."""
-        if ticket.group_id in self._closed or ticket.group_id in self.open:
-            return False
-        self._open(ticket, ticket.version)
-        return True
+    def add_ticket(self, ticket: Ticket, *, stored_ns: int = 0) -> bool:
+        """Note an admission, and when it was stored by the broker's clock; say whether it was news."""
+        is_new = ticket.group_id not in self._closed and ticket.group_id not in self.open
+        if is_new:
+            self._open(ticket, ticket.version)
+        if group := self.open.get(ticket.group_id):
+            group.admitted_ns = stored_ns
+        return is_new
 
     def receive(self, message: StoredMessage, delivery: D) -> list[Outcome]:
         """Take a stored message; return what is to be stored of its slots that cannot be used. It settles nothing."""

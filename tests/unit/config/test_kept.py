@@ -16,7 +16,8 @@ MAY_CHANGE = {
         dataset.split limit""",
     "eval": """every_steps dataset.path dataset.python dataset.seeds dataset.environment dataset.env dataset.name
         dataset.split limit samples share""",
-    "rollout": """min_group_size accept_truncation_bias batch_groups max_staleness when_stale episode_deadline_s
+    "rollout": """min_group_size accept_truncation_bias batch_groups max_staleness admission when_stale
+        episode_deadline_s
         setup_deadline_s loop_deadline_s max_trajectories_per_node max_boxes max_trajectory_bytes linger_ms
         max_stream_bytes max_image_stream_bytes
        """,
