@@ -42,6 +42,7 @@ def others_killed_as_a_run_goes_back(case: Case) -> None:
         run.order("rollback", "--to", "3")
     except FaultFailed as exc:  # nobody is left to answer: the order holds all the same
         case.note(f"at step {held}; {exc}")
+    case.check(run.has_fired(ORDERED), f"{ORDERED} was never reached: the order did not come so far")
     for point in ROLLBACK_POINTS:
         run.wait_until(lambda point=point: run.has_fired(point) or not run.is_alive, f"{point} to strike")  # type: ignore[misc]
         pid = broker_pid(run)
@@ -53,7 +54,6 @@ def others_killed_as_a_run_goes_back(case: Case) -> None:
         send_signal(run.role_pid("trainer"), signal.SIGCONT)
     case.recovered(run.wait_until(lambda: _goes_on_from(run, 3) or not run.is_alive, "the lineage that went back"))
     run.finish()
-    case.check(run.has_fired(ORDERED), f"{ORDERED} was never reached")
     case.check_steps()
 
 
