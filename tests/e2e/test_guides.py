@@ -57,7 +57,7 @@ TOLD = {
     "models": r"gsm8k +1-2 +champion .*checkpoint.*model",
     "models --run gsm8k --json": '"tags":."champion".',
     "models --delete untagged --keep-newest 2": r"folders of .* would be deleted; --yes deletes them",
-    "models --run gsm8k --audit": "tag champion: none -> 1-2 +it is the first",
+    "models --run gsm8k --audit": "tag champion: none -> 1-2 by force +it is the first",
     "run --help-settings": "rollout.max_staleness",
 }
 """Command, without what is the same in all of them -> what it prints, where the document says it in a comment alone."""
