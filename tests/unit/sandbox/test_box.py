@@ -17,6 +17,7 @@ from areal_async.errors import RolloutError, UserError
 from areal_async.sandbox import Box, BoxLimits, End, sandbox
 from areal_async.sandbox.box_escapes import ATTEMPTS, BOX_ESCAPES, RUNNER, attempts
 from areal_async.sandbox.keeper import KEEPERS, BoxKeeper, BoxKeepers
+from areal_async.sandbox.shell import Ending, Shell
 from tests.brokers import until
 from tests.unit.sandbox.test_sandbox import is_sandboxed, processes_below
 from tools.box_abuses import BOX_ABUSES
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.anyio
 SMALL = BoxLimits(
     memory_bytes=200 << 20, disk_bytes=24 << 20, num_files=5000, shm_bytes=4 << 20, num_processes=40, cpu_s=30
 )
-SHORT_S = 0.5
+SHORT_S = 0.4
 """For what is to be ended; whatever ends by itself has the limits' time."""
 NEW_SHELL = {"end the shell", "leave", "become a shell that hears nothing", "errors end it"}
 """Abuses after which there is another shell in any case."""
@@ -114,7 +115,10 @@ async def test_no_program_of_the_suite_escapes_from_a_box(box: Box) -> None:
 
 
 @pytest.mark.parametrize("name", BOX_ABUSES)
-async def test_a_box_goes_on_after_an_abuse_and_a_reset_leaves_nothing_of_it(box: Box, name: str) -> None:
+async def test_a_box_goes_on_after_an_abuse_and_a_reset_leaves_nothing_of_it(
+    box: Box, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.sandbox.box.INTERRUPT_GRACE_S", 0.1)
     await box.write("kept", "kept")
     done = await box.run(BOX_ABUSES[name], timeout_s=SHORT_S)
     again = await box.run("cd /workspace; cat kept; echo $((6 * 7))", timeout_s=SHORT_S)
@@ -168,10 +172,27 @@ async def test_whoever_no_longer_waits_leaves_a_box_that_goes_on(box: Box) -> No
     assert await said(box, "echo $a; ls /tmp") == "1"
 
 
-async def test_a_long_command_that_is_cut_off_on_its_way_in_leaves_nothing_to_the_next(box: Box) -> None:
-    done = await box.run("kill -STOP $$; sleep 60 # " + "x" * 500_000, timeout_s=SHORT_S)
+async def test_a_long_command_that_is_cut_off_on_its_way_in_leaves_nothing_to_the_next(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = Shell.ended
+
+    async def leave_some(shell: Shell) -> Ending:
+        ending = await ended(shell)
+        os.write(shell._input, b"touch never; ")
+        return ending
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Shell, "_wait_writable", lambda _: anyio.sleep_forever())  # the shell waits for the rest
+        patch.setattr(Shell, "ended", leave_some)  # as where it is interrupted before it reads
+        done = await box.run("touch never # " + "x" * 500_000, timeout_s=SHORT_S)
+
     assert done.end is End.OUT_OF_TIME
-    assert await said(box, "echo " + "y" * 200_000 + " | wc -c") == "200001"
+    assert await said(box, "ls; echo " + "y" * 200_000 + " | wc -c") == "200001"
+
+
+async def test_a_program_whose_reader_has_gone_ends_as_in_any_shell(box: Box) -> None:
+    assert await said(box, "yes | head -1; echo ${PIPESTATUS[0]}") == f"y\n{128 + signal.SIGPIPE}"
 
 
 async def test_a_flood_keeps_its_beginning_and_its_end_and_says_how_much_is_left_out(box: Box) -> None:
