@@ -25,6 +25,7 @@ SCHEMES: dict[str, Scheme] = {
     "gym": Scheme("areal_async.environments.gym", package="gymnasium", extra="gym"),
     "openenv": Scheme("areal_async.environments.openenv", package="websockets", extra="openenv"),
     "verifiers": Scheme("areal_async.environments.verifiers", package="verifiers", extra="verifiers"),
+    "harbor": Scheme("areal_async.environments.harbor", is_path=True),
 }
 """Name of a scheme -> the kind. A new one is one line here and one module."""
 SPELLED = re.compile(r"([a-z][a-z0-9_-]*):(.+)", re.DOTALL)

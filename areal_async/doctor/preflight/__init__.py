@@ -12,6 +12,7 @@ from areal_async.config.settings import Settings
 from areal_async.doctor.preflight.broker import check_broker
 from areal_async.doctor.preflight.exports import check_traces, check_trackers
 from areal_async.doctor.preflight.findings import Level, PreflightFinding, here, in_thread, of_mistake
+from areal_async.doctor.preflight.harbor import check_harbor
 from areal_async.doctor.preflight.host import check_clock, check_disk, check_limits, check_ports, check_processes
 from areal_async.doctor.preflight.inputs import check_data, check_models, check_template, check_workflows
 from areal_async.doctor.preflight.lengths import check_lengths
@@ -41,6 +42,7 @@ async def look_ahead(settings: Settings) -> AsyncIterator[PreflightFinding]:
         partial(_check_places, settings, machine),
         partial(here, "workflow", check_workflows, settings),
         partial(check_walls, settings),
+        partial(check_harbor, settings),
         partial(in_thread, "data", check_data, settings),
     ]
     for look in looks:

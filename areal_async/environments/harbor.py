@@ -1,0 +1,200 @@
+"""``harbor:PATH``: Harbor's task folders, each in a box: an agent works there, then the task's tests say what it did.
+
+The agent is a coroutine in a file of the user's (``workflows/terminal.py`` by default): it is given the row, the policy
+and the box, in which it has the task's files at ``/app``. Its shell is ended with all that runs before the tests are
+put in, so that nothing of it takes part in the verdict but the files.
+"""
+
+import json
+import os
+import shlex
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import anyio.to_thread
+from pydantic import Field
+
+from areal_async.api import Policy, Rewards
+from areal_async.environments.environment import Environment, Options
+from areal_async.environments.harbor_tasks import MIB, HarborTask, read_task, read_tasks, reward_of
+from areal_async.errors import RewardError, UserError, WorkflowError
+from areal_async.protocol.types import Prompt
+from areal_async.sandbox import Box, BoxLimits, End, sandbox
+from areal_async.user_files import import_named
+
+WORKDIR: Final = "/app"
+REWARD_TEXT, REWARD_TABLE = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
+MAX_REWARD_BYTES: Final = 1 << 16
+MARGIN_S: Final = 60.0
+"""Of a box's time beyond the deadlines of agent and tests."""
+Agent = Callable[[Prompt, Policy, Box], Awaitable[None]]
+
+
+class HarborOptions(Options):
+    """Options of ``harbor:PATH``."""
+
+    agent: str = "workflows/terminal.py"
+    """Python file with a coroutine ``(prompt, policy, box)``, with ``:name`` where that is not named like the file."""
+    memory_bytes: int = Field(default=2048 * MIB, ge=16 * MIB)
+    """Of a task that names no other."""
+    disk_bytes: int = Field(default=512 * MIB, ge=16 * MIB)
+    """Of a task that names no other, and at the most: files are in memory."""
+
+
+class HarborEnvironment(Environment):
+    """Each episode has a box of its own."""
+
+    def __init__(self, place: str, options: HarborOptions) -> None:
+        self._what = f"harbor:{place}"
+        self._place = Path(place).expanduser()
+        self._options = options
+
+    def rows(self) -> Iterator[Mapping[str, Any]]:
+        """Yield a row for each task folder: its name, its hash, and what the agent is asked."""
+        for task in self.tasks():
+            yield {
+                "task_id": task.name,
+                "sha256": task.sha256,
+                "folder": os.path.abspath(task.folder),
+                "instruction": task.instruction,
+            }
+
+    def tasks(self) -> Iterator[HarborTask]:
+        """Yield the tasks.
+
+        Raises:
+            UserError: one cannot be read, or wants an image.
+        """
+        for task in read_tasks(self._place, what=self._what):
+            if task.wants_image:
+                raise UserError(
+                    f"{self._what}: task {task.name} wants a container image (environment/Dockerfile, a compose "
+                    "file or docker_image), which this version does not run; leave it out"
+                )
+            yield task
+
+    async def episode(self, prompt: Prompt, policy: Policy) -> Rewards:
+        """Have the agent work on a task, then run its tests.
+
+        Raises:
+            WorkflowError: the folder is not what the run has recorded.
+            RewardError: the tests leave no reward, or do not end.
+        """
+        agent = self._agent()
+        task = await anyio.to_thread.run_sync(self._task_of, prompt)
+        async with sandbox(self._limits(task)) as box:
+            await prepare(box, task)
+            with anyio.move_on_after(task.settings.agent.timeout_sec) as deadline:
+                await agent(prompt, policy, box)
+            policy.info["env/out_of_time"] = float(deadline.cancelled_caught)
+            return await verify(box, task)
+
+    async def score(self, task: HarborTask, *, is_solved: bool) -> float:
+        """Return what the tests say of the task's own solution, or of nothing.
+
+        Raises:
+            UserError: the task has no solution.
+            RewardError: as ``episode``.
+        """
+        if is_solved and not (task.folder / "solution/solve.sh").is_file():
+            raise UserError(f"{self._what}: task {task.name}: got no solution/solve.sh, need one")
+        async with sandbox(self._limits(task)) as box:
+            await prepare(box, task)
+            if is_solved:
+                await put(box, task, "solution", "/solution")
+                await box.run(
+                    f"{_exports(task.settings.solution.env)}bash /solution/solve.sh",
+                    timeout_s=task.settings.agent.timeout_sec,
+                )
+            return await verify(box, task)
+
+    def _agent(self) -> Agent:
+        module, name = import_named(self._options.agent, what=f"{self._what}: env.agent")
+        agent: Agent | None = getattr(module, name, None)
+        if agent is None:
+            raise UserError(
+                f"{self._what}: env.agent: got {self._options.agent} without {name}, need a coroutine of it"
+            )
+        return agent
+
+    def _task_of(self, prompt: Prompt) -> HarborTask:
+        task = read_task(Path(str(prompt["folder"])), what=self._what)
+        if task.sha256 != prompt["sha256"]:
+            raise WorkflowError(f"{self._what}: task {task.name} has another content than at the start of the run")
+        return task
+
+    def _limits(self, task: HarborTask) -> BoxLimits:
+        place = task.settings.environment
+        deadlines = (task.settings.agent.timeout_sec, task.settings.verifier.timeout_sec)
+        return BoxLimits(
+            wall_s=max(deadlines),
+            cpu_s=int(max(deadlines)) + 1,
+            memory_bytes=place.bytes_of("memory", self._options.memory_bytes),
+            disk_bytes=min(place.bytes_of("storage", self._options.disk_bytes), self._options.disk_bytes),
+            box_wall_s=sum(deadlines) + MARGIN_S,
+            box_cpu_s=16 * sum(deadlines),
+        )
+
+
+async def prepare(box: Box, task: HarborTask) -> None:
+    """Put a task's files where its agent works, and have the shell there."""
+    await put(box, task, "environment", WORKDIR)
+    await box.run(f"mkdir -p {WORKDIR} /logs/agent /logs/verifier && cd {WORKDIR}")
+
+
+async def put(box: Box, task: HarborTask, part: str, place: str) -> None:
+    """Write the files of one of a task's folders into a box."""
+    for name, content, mode in await anyio.to_thread.run_sync(lambda: list(task.files(part))):
+        await box.write(f"{place}/{name}", content, mode=mode)
+
+
+async def verify(box: Box, task: HarborTask) -> float:
+    """Return what the task's tests say of a box in which nobody works any more.
+
+    Raises:
+        RewardError: they leave no reward, or do not end.
+    """
+    what = f"task {task.name}: tests/test.sh"
+    await box.restart()
+    # nothing that stands there is theirs; nor is what an interpreter would load from the home of who worked here
+    await box.run(
+        "chmod -R u+rwx /tests /logs/verifier 2>/dev/null; rm -rf /tests /logs/verifier; mkdir -p /logs/verifier"
+    )
+    await put(box, task, "tests", "/tests")
+    done = await box.run(
+        f"cd {WORKDIR}; export PYTHONNOUSERSITE=1; {_exports(task.settings.verifier.env)}bash /tests/test.sh",
+        timeout_s=task.settings.verifier.timeout_sec,
+    )
+    if done.end is not End.ENDED:
+        raise RewardError(f"{what}: {done.end} ({task.settings.verifier.timeout_sec:g} s); {done.text[-400:]}")
+    text, table = await _read(box, REWARD_TEXT), await _read(box, REWARD_TABLE)
+    reward = reward_of(text, _table(table))
+    if reward is None:
+        left = (table or text or b"nothing").decode(errors="replace")
+        raise RewardError(f"{what}: left {left!r:.80} as reward, need a number; it said {done.text[-400:]!r}")
+    return reward
+
+
+async def _read(box: Box, path: str) -> bytes | None:
+    try:
+        return await box.read(path, most_bytes=MAX_REWARD_BYTES)
+    except OSError:
+        return None
+
+
+def _table(text: bytes | None) -> Mapping[str, Any] | None:
+    try:
+        table = json.loads(text or b"null")
+    except (ValueError, RecursionError):
+        return None
+    return table if isinstance(table, dict) else None
+
+
+def _exports(variables: Mapping[str, str]) -> str:
+    return "".join(f"export {shlex.quote(name)}={shlex.quote(value)}; " for name, value in variables.items())
+
+
+def environment(name: str, options: Mapping[str, Any]) -> Environment:
+    """Return the environment of the tasks below a folder."""
+    return HarborEnvironment(name, HarborOptions.read(options, what=f"harbor:{name}"))
