@@ -38,7 +38,7 @@ from areal_async.sandbox.worker import LOOK_S, NUM_BESIDES, SandboxGone, memory_
 MOST_READ_BYTES: Final = 16 * MIB
 MAX_COMMAND_BYTES: Final = MIB
 MAX_PATH_BYTES: Final = 4096
-INTERRUPT_GRACE_S: Final = 1.0
+INTERRUPT_GRACE_S: Final = 5.0
 """Time in which a command that is interrupted may end, before the shell ends with it."""
 ANSWER_DEADLINE_S: Final = 60.0
 LOOK_BETWEEN_S: Final = 0.5
