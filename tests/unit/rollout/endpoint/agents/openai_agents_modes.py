@@ -40,6 +40,11 @@ def tell(name: str, value: Any) -> None:
 async def run() -> None:
     client = openai.AsyncOpenAI(max_retries=0)
     quiet = RunConfig(tracing_disabled=True)
+    searcher = Agent(name="searcher", model=OpenAIResponsesModel("gpt-4o", client), tools=[WebSearchTool()])
+    try:
+        await Runner.run(searcher, QUESTION, run_config=quiet)
+    except openai.BadRequestError as exc:
+        tell("hosted tools", {"refused": exc.body["message"] if isinstance(exc.body, dict) else ""})
     for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
         name, model = kind.__name__, kind("gpt-4o", client)
         plain = Agent(name="plain", instructions="Answer.", model=model)
@@ -55,11 +60,6 @@ async def run() -> None:
         painter = Agent(name="painter", instructions="Paint.", model=model, output_type=Paint)
         painted: Any = await Runner.run(painter, QUESTION, run_config=quiet)
         tell(f"{name} output_type", painted.final_output.model_dump())
-    searcher = Agent(name="searcher", model=OpenAIResponsesModel("gpt-4o", client), tools=[WebSearchTool()])
-    try:
-        await Runner.run(searcher, QUESTION, run_config=quiet)
-    except openai.BadRequestError as exc:
-        tell("hosted tools", {"refused": exc.body["message"] if isinstance(exc.body, dict) else ""})
 
 
 def main() -> None:

@@ -28,6 +28,11 @@ def tell(name: str, value: Any) -> None:
 
 def main() -> None:
     client = openai.OpenAI(max_retries=0)
+    hosted: Any = {"type": "web_search"}
+    try:
+        client.responses.create(model="gpt-4o", input=QUESTION, tools=[hosted])
+    except openai.BadRequestError as exc:
+        tell("Responses hosted tools", {"refused": exc.body["message"] if isinstance(exc.body, dict) else ""})
     chat = client.chat.completions.create(model="gpt-4o", messages=QUESTION)
     tell("Chat Completions", chat.choices[0].message.content)
     chunks = client.chat.completions.create(model="gpt-4o", messages=QUESTION, stream=True)
@@ -44,11 +49,6 @@ def main() -> None:
         json.loads(client.responses.parse(model="gpt-4o", input=QUESTION, text_format=Paint).output_text),
     )
     tell("Completions", client.completions.create(model="gpt-4o", prompt="Which colour?").choices[0].text)
-    hosted: Any = {"type": "web_search"}
-    try:
-        client.responses.create(model="gpt-4o", input=QUESTION, tools=[hosted])
-    except openai.BadRequestError as exc:
-        tell("Responses hosted tools", {"refused": exc.body["message"] if isinstance(exc.body, dict) else ""})
 
 
 if __name__ == "__main__":
