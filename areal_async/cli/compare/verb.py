@@ -168,7 +168,10 @@ def ask(
             wanted.setdefault(task, []).append((row, sample))
     if not wanted:
         return
-    progress = Progress(contender.side.name, sum(map(len, wanted.values())))
+    num_wanted = sum(map(len, wanted.values()))
+    if not contender.urls:
+        tell_progress(f"{contender.side.name}: a server is started here for {num_wanted} answers")
+    progress = Progress(contender.side.name, num_wanted)
 
     def take(task: TaskSettings, attempt: Attempt, codec: TextCodec) -> None:
         slot = attempt.trajectory.slot
