@@ -180,7 +180,7 @@ def test_nodes_of_a_live_run_answer_beside_training_and_go_on_after_whoever_aske
     assert 4 < len(before) < 64
     assert not is_left, "its model goes with it"
     assert again.returncode == 0, again.stderr
-    assert "answered by nodes" in again.stderr
+    assert "1-4 is written for the nodes of run live" in again.stderr
     assert len(texts(answers())) == len(answers()) == 64
     assert answers()[: len(before)] == before
     overall = json.loads(again.stdout)["overall"]
