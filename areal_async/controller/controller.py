@@ -292,9 +292,13 @@ class Controller:
             else:
                 await self._admit(admission)
 
+    @property
+    def _is_eager(self) -> bool:
+        return self._settings.rollout.admission == "eager"
+
     def _num_wanted(self) -> int:
         """Return how many groups are to be admitted now, within credit."""
-        if self._settings.rollout.admission == "eager":
+        if self._is_eager:
             return self._accounts.num_credits
         return self._pacer.num_wanted(self._accounts, now=anyio.current_time())
 
@@ -424,7 +428,7 @@ class Controller:
             "waits_for": evaluating or self.waits_for,
             "waits": wait_graph.report(wait_graph.CONTROLLER),
             "arms": self._arms.report(),
-            **self._pacer.report(accounts, now=anyio.current_time()),
+            **({} if self._is_eager else self._pacer.report(accounts, now=anyio.current_time())),
             **_together(self._no_step_alarm.report(), self._gate.report()),
         }
 

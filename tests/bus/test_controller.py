@@ -279,6 +279,18 @@ async def test_ends_of_attempts_that_nobody_was_given_return_no_credit_and_readm
         assert controller.report()["in_flight"] == 4
 
 
+@pytest.mark.parametrize("admission", ["eager", "fresh"])
+async def test_what_is_held_back_is_told_where_groups_are_admitted_late_alone(
+    admission: str, open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    rollout = settings.rollout.model_copy(update={"admission": admission})
+    await world.hold("1-0")
+    async with controlling(open_role, settings.model_copy(update={"rollout": rollout})) as controller:
+        await world.tickets(4, controller)
+
+        assert controller.report().get("num_held_back") == {"eager": None, "fresh": 0}[admission]
+
+
 @pytest.mark.parametrize("is_cut", [False, True])
 async def test_a_group_that_ended_before_it_was_admitted_keeps_no_credit_and_its_prompt_is_tried_under_another_name(
     open_role: OpenRole, settings: Settings, world: World, monkeypatch: pytest.MonkeyPatch, is_cut: bool
