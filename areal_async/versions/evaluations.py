@@ -46,6 +46,7 @@ def question_of(settings: Settings) -> dict[str, Any]:
         "template": settings.rollout.template.model_dump(mode="json"),
         "policies": {name: policy.model_dump(mode="json") for name, policy in settings.policies.items()},
         "flags": settings.inference.flags,
+        "environments": {task.name: settings.env_of(task) for task in settings.tasks},
     }
 
 

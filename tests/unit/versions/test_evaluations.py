@@ -63,3 +63,11 @@ def test_what_is_asked_is_rows_code_and_settings_but_not_the_models_place() -> N
 
     assert asked() == asked(path="elsewhere")
     assert len({asked(), asked("s"), asked(code="d"), asked(samples=2), asked(dtype="float32")}) == 5
+
+
+def test_other_options_of_an_environment_are_another_question() -> None:
+    def asked(**env: Any) -> str:
+        task = TaskSettings.model_validate({"workflow": "gym:Nim-v0", "env": env})
+        return evaluations.asked_of(Settings(tasks=(task,)), task.name, rows="same", code={})
+
+    assert asked(max_turns=3) == asked(max_turns=3) != asked(max_turns=4)
