@@ -5,10 +5,12 @@ and the box, in which it has the task's files at ``/app``. Its shell is ended wi
 put in, so that nothing of it takes part in the verdict but the files.
 """
 
+import inspect
 import json
 import os
 import shlex
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +23,7 @@ from areal_async.environments.harbor_tasks import MIB, HarborTask, read_task, re
 from areal_async.errors import RewardError, UserError, WorkflowError
 from areal_async.protocol.types import Prompt
 from areal_async.sandbox import Box, BoxLimits, End, sandbox
-from areal_async.user_files import import_named
+from areal_async.user_files import import_named, mistakes_in
 
 WORKDIR: Final = "/app"
 REWARD_TEXT, REWARD_TABLE = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
@@ -59,6 +61,12 @@ class HarborEnvironment(Environment):
                 "folder": os.path.abspath(task.folder),
                 "instruction": task.instruction,
             }
+
+    @asynccontextmanager
+    async def on_node(self) -> AsyncIterator[None]:
+        """Import the agent: where there is none, no episode begins."""
+        await anyio.to_thread.run_sync(self._agent)
+        yield
 
     def tasks(self) -> Iterator[HarborTask]:
         """Yield the tasks.
@@ -110,11 +118,18 @@ class HarborEnvironment(Environment):
             return await verify(box, task)
 
     def _agent(self) -> Agent:
-        module, name = import_named(self._options.agent, what=f"{self._what}: env.agent")
+        """Return the agent; its file is imported once per process.
+
+        Raises:
+            UserError: there is no such file, or no such coroutine in it.
+        """
+        with mistakes_in(f"{self._what}: env.agent: importing {self._options.agent}"):
+            module, name = import_named(self._options.agent, what=f"{self._what}: env.agent")
         agent: Agent | None = getattr(module, name, None)
-        if agent is None:
+        if not inspect.iscoroutinefunction(agent):
             raise UserError(
-                f"{self._what}: env.agent: got {self._options.agent} without {name}, need a coroutine of it"
+                f"{self._what}: env.agent: got {self._options.agent} without a coroutine {name}, need "
+                f"async def {name}(prompt, policy, box)"
             )
         return agent
 

@@ -72,6 +72,25 @@ async def rewards(environment: HarborEnvironment, num_tasks: int | None = None) 
     return [await environment.episode(prompt, policy) for prompt in prompts_of(environment)[:num_tasks]]
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "there is no file"),
+        ("def scripted(prompt, policy, box): pass", "without a coroutine scripted"),
+        ("raise OSError('no')", "OSError: no"),
+    ],
+)
+async def test_an_agent_that_is_none_is_told_before_any_episode(text: str | None, said: str, tmp_path: Path) -> None:
+    agent = tmp_path / "scripted.py"
+    if text is not None:
+        agent.write_text(text)
+    environment = make_environment(f"harbor:{make_tasks(tmp_path / 'tasks')}", {"agent": str(agent)})
+
+    with pytest.raises(UserError, match=said):
+        async with environment.on_node():
+            pytest.fail("it begins")
+
+
 async def test_a_solution_scores_one_nothing_zero_and_half_a_solution_a_half(warm: None, tmp_path: Path) -> None:
     folder = make_tasks(tmp_path / "tasks")
     environment = made(folder, tmp_path, HALF)
