@@ -13,8 +13,8 @@ import anyio.to_thread
 from pydantic import Field
 
 from areal_async.api import Policy, Rewards
-from areal_async.environments.environment import MAX_TASKS, Environment, content_hash
-from areal_async.environments.turns import Step, TurnOptions, play
+from areal_async.environments.environment import Environment
+from areal_async.environments.turns import SeededOptions, Step, play
 from areal_async.errors import UserError, WorkflowError
 from areal_async.protocol.types import Prompt
 from areal_async.user_files import import_file, mistakes_in
@@ -22,7 +22,7 @@ from areal_async.user_files import import_file, mistakes_in
 T = TypeVar("T")
 
 
-class GymOptions(TurnOptions):
+class GymOptions(SeededOptions):
     """Options of ``gym:ID``."""
 
     file: str = ""
@@ -30,10 +30,6 @@ class GymOptions(TurnOptions):
     relative. Empty for what Gymnasium itself finds."""
     kwargs: dict[str, Any] = {}
     """What ``gymnasium.make`` is given beside the id."""
-    num_tasks: int = Field(default=256, ge=1, le=MAX_TASKS)
-    """Rows, each a seed."""
-    first_seed: int = Field(default=0, ge=0, le=1 << 31)
-    """The seed of the first row."""
     max_threads: int = Field(default=64, ge=1, le=1024)
     """Calls of ``reset`` and ``step`` that run at once on one node."""
 
@@ -50,10 +46,7 @@ class GymEnvironment(Environment):
     def rows(self) -> Iterator[Mapping[str, Any]]:
         """Yield a task for each seed."""
         self._find()
-        first = self._options.first_seed
-        content = {"id": self._id, "kwargs": self._options.kwargs}
-        for seed in range(first, first + self._options.num_tasks):
-            yield {"task_id": f"{self._id}-{seed}", "seed": seed, "sha256": content_hash({**content, "seed": seed})}
+        yield from self._options.rows(self._id, {"id": self._id, "kwargs": self._options.kwargs})
 
     @asynccontextmanager
     async def on_node(self) -> AsyncIterator[None]:

@@ -18,9 +18,9 @@ import msgspec
 from pydantic import Field
 
 from areal_async.api import Policy, Rewards
-from areal_async.environments.environment import MAX_TASKS, Environment, content_hash
+from areal_async.environments.environment import Environment
 from areal_async.environments.names import EnvironmentName
-from areal_async.environments.turns import Step, TurnOptions, play
+from areal_async.environments.turns import SeededOptions, Step, play
 from areal_async.errors import UserError, WorkflowError
 from areal_async.protocol.types import Prompt
 
@@ -30,7 +30,7 @@ MAX_REASON_CHARACTERS = 500
 SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 
 
-class OpenEnvOptions(TurnOptions):
+class OpenEnvOptions(SeededOptions):
     """Options of ``openenv:URL``."""
 
     observation_key: str = ""
@@ -39,10 +39,6 @@ class OpenEnvOptions(TurnOptions):
     """Field of the action that takes what the model says; empty where that is the action itself, a JSON object."""
     reset: dict[str, Any] = {}
     """What ``reset`` is given beside the seed."""
-    num_tasks: int = Field(default=256, ge=1, le=MAX_TASKS)
-    """Rows, each a seed."""
-    first_seed: int = Field(default=0, ge=0, le=1 << 31)
-    """The seed of the first row."""
     max_sessions: int = Field(default=8, ge=1, le=4096)
     """Sessions that one node has open at once; a server serves no more than it is set to, by default one."""
     token_variable: str = ""
@@ -82,10 +78,7 @@ class OpenEnvironment(Environment):
 
     def rows(self) -> Iterator[Mapping[str, Any]]:
         """Yield a task for each seed."""
-        first = self._options.first_seed
-        for seed in range(first, first + self._options.num_tasks):
-            content = {"server": self._name, "reset": self._options.reset, "seed": seed}
-            yield {"task_id": f"{self._name}-{seed}", "seed": seed, "sha256": content_hash(content)}
+        yield from self._options.rows(self._name, {"server": self._name, "reset": self._options.reset})
 
     @asynccontextmanager
     async def on_node(self) -> AsyncIterator[None]:

@@ -6,13 +6,13 @@ algorithm has it (``algorithm.credit: returns``).
 """
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from areal_async.api import Message, Policy, Rewards
-from areal_async.environments.environment import Options, note_metrics
+from areal_async.environments.environment import MAX_TASKS, Options, content_hash, note_metrics
 from areal_async.errors import ContextFull, WorkflowError
 
 MAX_OBSERVATION_CHARACTERS = 200_000
@@ -32,6 +32,25 @@ class TurnOptions(Options):
     """``reply`` gives each reply its own return, ``episode`` all of them the sum of all rewards."""
     step_deadline_s: float = Field(default=60.0, gt=0)
     """Seconds that one ``reset`` or ``step`` may take; then the episode fails."""
+
+
+class SeededOptions(TurnOptions):
+    """Options of environments whose tasks are seeds: the first row has ``first_seed``, each further one the next."""
+
+    num_tasks: int = Field(default=256, ge=1, le=MAX_TASKS)
+    """Rows, each a seed."""
+    first_seed: int = Field(default=0, ge=0, le=1 << 31)
+    """The seed of the first row."""
+
+    def rows(self, name: str, content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """Yield a task for each seed.
+
+        Args:
+            name: what their ids begin with.
+            content: what each of them is beside its seed.
+        """
+        for seed in range(self.first_seed, self.first_seed + self.num_tasks):
+            yield {"task_id": f"{name}-{seed}", "seed": seed, "sha256": content_hash({**content, "seed": seed})}
 
 
 class Step(NamedTuple):

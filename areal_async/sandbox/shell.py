@@ -41,7 +41,7 @@ class Shell:
         # what an interrupted command leaves in it is taken out by a reader that, unlike the shell's, does not wait
         self._their_input = os.open(f"/proc/self/fd/{their_input}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self.their_files = [their_lines, their_output, their_ends, their_input]
-        self._printed = Output(output_bytes)
+        self._printed = KeptOutput(output_bytes)
         self._said = b""
         self._number = ""
         self._ending: asyncio.Future[Ending] = self._loop.create_future()
@@ -174,7 +174,7 @@ class Shell:
                 self._ending.set_result((End.ENDED, int(status[:3])))
 
 
-class Output:
+class KeptOutput:
     """The beginning and the end of what is printed."""
 
     def __init__(self, most_bytes: int) -> None:

@@ -29,7 +29,7 @@ _HARMONY_MARK = re.compile(r"(<\|(?:start|channel|message|constrain|end|call|ret
 _RECIPIENT = re.compile(r"\bto=([^\s<]{1,256})")
 
 
-class FoundCall(NamedTuple):
+class MarkedCall(NamedTuple):
     """A call, not yet read."""
 
     name: str
@@ -41,25 +41,25 @@ class FoundCall(NamedTuple):
     """What is wrong with it, in words for the model; empty when nothing is."""
 
 
-def read_kimi(body: str) -> FoundCall:
+def read_kimi(body: str) -> MarkedCall:
     """Return what stands between the marks of a call."""
     written, found, arguments = body.partition(KIMI_ARGUMENTS)
     name = _KIMI_ID.match(written)
     if not found or name is None:
         shape = f"need {FUNCTIONS}NAME:0{KIMI_ARGUMENTS}{{...}}"
-        return FoundCall("", "", error=f"not a whole call, {shape}")
-    return FoundCall(name[1], arguments, id=f"{FUNCTIONS}{name[1]}:{name[2]}")
+        return MarkedCall("", "", error=f"not a whole call, {shape}")
+    return MarkedCall(name[1], arguments, id=f"{FUNCTIONS}{name[1]}:{name[2]}")
 
 
-def read_deepseek(body: str) -> FoundCall:
+def read_deepseek(body: str) -> MarkedCall:
     """Return what stands between the marks of a call."""
     name, found, arguments = body.partition(DEEPSEEK_SEPARATOR)
     if _FENCE in arguments and not arguments.lstrip().startswith("{"):
         name, _, fenced = arguments.partition(_FENCE)
         arguments = fenced.removeprefix("json").rstrip().removesuffix("```")
     if not found or not name.strip():
-        return FoundCall("", "", error=f"not a whole call, need NAME{DEEPSEEK_SEPARATOR}{{...}}")
-    return FoundCall(name.strip(), arguments)
+        return MarkedCall("", "", error=f"not a whole call, need NAME{DEEPSEEK_SEPARATOR}{{...}}")
+    return MarkedCall(name.strip(), arguments)
 
 
 class HarmonyReply(NamedTuple):
@@ -67,13 +67,13 @@ class HarmonyReply(NamedTuple):
 
     content: str
     """What is for the reader: neither thoughts nor calls."""
-    calls: list[FoundCall]
+    calls: list[MarkedCall]
 
 
 def read_harmony(text: str) -> HarmonyReply:
     """Part a reply in messages; one without marks is for the reader."""
     told: list[str] = []
-    calls: list[FoundCall] = []
+    calls: list[MarkedCall] = []
     for header, body in _harmony_messages(text):
         recipient = _RECIPIENT.search(header)
         channel = header.partition(HARMONY_CHANNEL)[2].split()
@@ -84,10 +84,10 @@ def read_harmony(text: str) -> HarmonyReply:
     return HarmonyReply("\n".join(told) if HARMONY_MESSAGE in text or HARMONY_CHANNEL in text else text, calls)
 
 
-def _harmony_call(recipient: str, body: str) -> FoundCall:
+def _harmony_call(recipient: str, body: str) -> MarkedCall:
     if not recipient.startswith(FUNCTIONS):
-        return FoundCall(recipient, "", error=f"there is no {recipient!r} to call, need to={FUNCTIONS}NAME")
-    return FoundCall(recipient.removeprefix(FUNCTIONS), body)
+        return MarkedCall(recipient, "", error=f"there is no {recipient!r} to call, need to={FUNCTIONS}NAME")
+    return MarkedCall(recipient.removeprefix(FUNCTIONS), body)
 
 
 def _harmony_messages(text: str) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from areal_async.rollout.tools import marked_calls as marks
-from areal_async.rollout.tools.marked_calls import FoundCall, read_deepseek, read_harmony, read_kimi
+from areal_async.rollout.tools.marked_calls import MarkedCall, read_deepseek, read_harmony, read_kimi
 from areal_async.rollout.tools.xml_calls import read_xml
 
 ToolFormat = Literal["hermes", "xml", "json", "kimi", "deepseek", "deepseek_fenced", "harmony", "unknown"]
@@ -135,7 +135,7 @@ def _parse_tagged(text: str, pattern: re.Pattern[str], read: Callable[[str], Wri
     return Parsed(content, calls)
 
 
-def _read_marked(found: FoundCall) -> WrittenCall:
+def _read_marked(found: MarkedCall) -> WrittenCall:
     if found.error:
         return WrittenCall(found.name, {}, found.error)
     return _call_of({"name": found.name, "arguments": found.arguments})._replace(id=found.id)
