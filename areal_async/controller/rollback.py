@@ -3,15 +3,14 @@
 from collections.abc import Callable
 
 import anyio.to_thread
-import msgspec
 
 from areal_async.bus import Bus, Report, Schema, ServiceEndpoint, json_object, order_rollback
+from areal_async.config.change_record import ordered_rollback
 from areal_async.config.settings import Settings
 from areal_async.controller.audit import note
 from areal_async.controller.steering import TEXT, text_in
 from areal_async.errors import UserError
 from areal_async.process.failpoints import failpoint
-from areal_async.protocol.events import RunOrdered
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.run_state import Rollback
 from areal_async.protocol.types import Version, WeightsVersion
@@ -83,6 +82,5 @@ async def go_back(bus: Bus, settings: Settings, version: Version, *, by: str, re
     order = await order_rollback(bus, version, by=by, reason=reason)
     assert order is not None
     failpoint("controller.after_rollback_order")
-    event = RunOrdered(order=f"{ORDER} to {version}", by=by, reason=reason)
-    await note(bus, settings.run_directory, msgspec.structs.replace(event, at=order.at))
+    await note(bus, settings.run_directory, ordered_rollback(order))
     return order

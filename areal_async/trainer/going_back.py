@@ -7,9 +7,8 @@ import anyio.to_thread
 import structlog
 
 from areal_async.bus import Bus, order_rollback
-from areal_async.config.change_record import record_change
+from areal_async.config.change_record import ordered_rollback, record_change
 from areal_async.errors import DeniedError
-from areal_async.protocol.events import RunOrdered
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Version
 from areal_async.trainer.health import Alarm
@@ -36,7 +35,7 @@ async def go_back_before(bus: Bus, run_directory: Path, journal: Callable[[], Jo
     if order is None:
         log.warning("rollback.not_ordered", alarm=alarm.name, reason=why)
         return
-    event = RunOrdered(order=f"rollback to {version}", by=by, reason=alarm.sentence)
+    event = ordered_rollback(order)
     await anyio.to_thread.run_sync(record_change, run_directory, event)
     log.warning(event.kind, order=event.order, by=by, reason=alarm.sentence)
     await bus.publish_event(event)

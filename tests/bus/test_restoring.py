@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from areal_async.bus import Bus, Role, entries_after
+from areal_async.config.change_record import ordered_rollback, record_change
 from areal_async.errors import PipelineError, UserError
 from areal_async.process.atomic_folders import LEDGER, versions_in
 from areal_async.process.json_lines import decode_object
@@ -27,6 +28,7 @@ from areal_async.trainer.batch.lineage import Lineage, read_entry
 from areal_async.trainer.begin import begin_lineage
 from areal_async.trainer.engine.digests import SUMS, damage, digest_of_sums, write_sums
 from areal_async.trainer.output.restoring import choose_checkpoint
+from areal_async.versions import audit
 from tests.brokers import PATIENCE_S, OpenRole
 
 pytestmark = pytest.mark.anyio
@@ -172,6 +174,12 @@ async def test_an_order_to_go_back_makes_its_checkpoint_the_newest_and_gives_up_
     assert order is not None
     assert (order.is_due, order.lineage, order.refusal) == (False, 2, "")
     assert (await Lineage.take(trainer)).rollback is None
+    recorded = ordered_rollback(order)
+    assert audit.read(checkpoints.parent) == [(order.at, "ann", "rollback to 1-1", "it diverged")], (
+        "though who gave the order was ended before it wrote that down"
+    )
+    record_change(checkpoints.parent, recorded)
+    assert len(audit.read(checkpoints.parent)) == 1, "nor twice, where it was not"
 
 
 @pytest.mark.parametrize("where", ["trainer.before_branch", "trainer.before_rollback_ends"])

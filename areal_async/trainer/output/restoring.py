@@ -11,6 +11,7 @@ from pathlib import Path
 import anyio.to_thread
 import structlog
 
+from areal_async.config.change_record import ordered_rollback, record_change
 from areal_async.errors import UserError
 from areal_async.process.atomic_folders import LEDGER, held, link_folder
 from areal_async.protocol.events import CheckpointDamaged
@@ -64,6 +65,7 @@ async def go_back(lineage: Lineage, order: Rollback) -> str:
     if lineage.checkpoint is None:
         return "the run has no checkpoint"
     folder = Path(lineage.checkpoint.path).parent
+    await anyio.to_thread.run_sync(record_change, folder.parent, ordered_rollback(order))
     source, version = folder / order.version, Version(lineage.number, Version.parse(order.version).step)
     journal = await lineage.read_log(is_whole=True)
 
