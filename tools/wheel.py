@@ -1,8 +1,9 @@
-"""What a build takes into the package from outside of it: the files that ``areal-async init`` writes projects from.
+"""What a build takes into the package from outside of it: the files that ``areal-async init`` writes projects from,
+and what an environment takes where a project has none of its own.
 
 There is one copy of each in this repository, where it is used and tested. A wheel has them below
-``areal_async/templates``; ``areal_async/cli/projects/templates.py`` reads them there, or here. pip runs this by itself
-(``pyproject.toml``), in an environment that has nothing but setuptools.
+``areal_async/templates``: ``areal_async/process/interpreter.py`` knows which of both places it is. pip runs this by
+itself (``pyproject.toml``), in an environment that has nothing but setuptools.
 """
 
 import os
@@ -16,6 +17,8 @@ MODELS = ("tiny", "tiny_tools", "tiny_vision")
 PATTERNS = (
     *(f"workflows/{name}*.py" for name in WORKFLOWS),
     *(f"configs/{name}{kind}.yaml" for name in WORKFLOWS for kind in ("", "_1gpu", "_cpu")),
+    "workflows/terminal.py",
+    "configs/environment*.yaml",
     "rewards/*.py",
     *(f"configs/data/{name}_t*" for name in ("gsm8k_tiny", "calculator", "clevr_count")),
     *(f"configs/models/{name}/*" for name in MODELS),

@@ -49,6 +49,7 @@ from areal_async.monitor.display import choose_display
 from areal_async.monitor.report.summary import summarise
 from areal_async.monitor.view import RunView
 from areal_async.process.host import check_address, visible_gpus
+from areal_async.process.interpreter import SHIPPED
 from areal_async.process.stdio import say
 from areal_async.protocol.subjects import RUN_NAME
 from areal_async.telemetry import log
@@ -211,12 +212,14 @@ def find_config(file: str | None, config: str | None, *, has_gpu: bool) -> Path 
 
 
 def default_config(file: str, *, has_gpu: bool) -> Path:
-    """Return where the settings of a workflow would be for this kind of machine; of an environment also for any."""
+    """Return where the settings of a workflow would be for this kind of machine; of an environment those that ship
+    where there are none for it or for any.
+    """
     ending = ".yaml" if has_gpu else "_cpu.yaml"
     if environment_name(file) is None:
         return CONFIGS / f"{parts_of(file)[0].stem}{ending}"
-    own = CONFIGS / f"{workflow_name(file).lower()}{ending}"
-    return own if own.is_file() else CONFIGS / f"environment{ending}"
+    own, any_own = CONFIGS / f"{workflow_name(file).lower()}{ending}", CONFIGS / f"environment{ending}"
+    return next((one for one in (own, any_own) if one.is_file()), SHIPPED / any_own)
 
 
 def find_place(sources: Sources, file: str | None) -> RunSettings:

@@ -7,6 +7,7 @@ its command is given.
 """
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from areal_async.config.tree import Parts, path_kind, step_into, without_none
 from areal_async.environments.names import SCHEMES, environment_name
 from areal_async.process.hub import is_local, looks_like_hub_name
 from areal_async.user_files import parts_of
+
+_PYTHON_FILE = re.compile(r"[^\s:]+\.py(:[A-Za-z_]\w*)?")
+"""Among options of an environment."""
 
 
 def placed(value: Any, annotation: Any, *, parts: Parts, folder: Path) -> tuple[Any, dict[Parts, str]]:
@@ -80,8 +84,8 @@ def _mapped(value: Any, annotation: Any, parts: Parts, change: Callable[[str, Pa
         indexed = enumerate(value)
         return [_mapped(one, step_into(annotation, str(index)), (*parts, str(index)), change) for index, one in indexed]
     kind = path_kind(annotation)
-    if annotation is Any and isinstance(value, str) and value.startswith(OPTION_BEGINNINGS):
-        kind = PathKind.OPTION
+    if annotation is Any and isinstance(value, str):
+        kind = _kind_of_option(value)
     if kind is None or not isinstance(value, str) or not value:
         return value
     if kind is not PathKind.FUNCTION:
@@ -91,6 +95,12 @@ def _mapped(value: Any, annotation: Any, parts: Parts, change: Callable[[str, Pa
         return f"{scheme}:{change(place, kind, parts)}" if environment.kind.is_path else value
     file, colon, name = value.partition(":")
     return change(file, kind, parts) + colon + name
+
+
+def _kind_of_option(text: str) -> PathKind | None:
+    if _PYTHON_FILE.fullmatch(text):
+        return PathKind.FUNCTION
+    return PathKind.OPTION if text.startswith(OPTION_BEGINNINGS) else None
 
 
 def _is_path(text: str, kind: PathKind, folder: Path) -> bool:

@@ -12,6 +12,7 @@ from areal_async.config.live import tie
 from areal_async.config.paths import with_real_paths
 from areal_async.config.settings import Settings
 from areal_async.config.tree import items_of
+from areal_async.environments.names import is_moved
 from areal_async.errors import UserError
 from areal_async.protocol.run_state import Changes
 
@@ -54,7 +55,11 @@ def refuse_kept(before: Settings, now: Settings) -> None:
     Raises:
         UserError: one is otherwise that the run keeps.
     """
-    found = [(one, why_kept(one.name) or _why_bound(before, now, one.name)) for one in differences(before, now)]
+    found = [
+        (one, why_kept(one.name) or _why_bound(before, now, one.name))
+        for one in differences(before, now)
+        if not is_moved(str(one.before), str(one.after))  # its rows are held against those of before
+    ]
     if refused := [(one, why) for one, why in found if why]:
         told = "; ".join(one.sentence for one, _ in refused)
         raise UserError(

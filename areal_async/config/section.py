@@ -25,7 +25,8 @@ class PathKind(Enum):
     OUTPUT = "output"
     """Where something is made: relative to the working directory, wherever it is given."""
     OPTION = "option"
-    """A text among options of an environment that begins as a path: with ``./``, ``../`` or ``~/``."""
+    """A text among options of an environment that begins as a path, with ``./``, ``../`` or ``~/``; one that names a
+    Python file is a ``FUNCTION``."""
 
 
 LocalPath = Annotated[Path, PathKind.FILE]

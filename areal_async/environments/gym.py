@@ -26,8 +26,7 @@ class GymOptions(SeededOptions):
     """Options of ``gym:ID``."""
 
     file: str = ""
-    """Python file that registers the environment as it is imported; begins with ``./``, ``../`` or ``~/`` where it is
-    relative. Empty for what Gymnasium itself finds."""
+    """Python file that registers the environment as it is imported. Empty for what Gymnasium itself finds."""
     kwargs: dict[str, Any] = {}
     """What ``gymnasium.make`` is given beside the id."""
     max_threads: int = Field(default=64, ge=1, le=1024)

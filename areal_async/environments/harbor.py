@@ -1,13 +1,13 @@
 """``harbor:PATH``: Harbor's task folders, each in a box: an agent works there, then the task's tests say what it did.
 
-The agent is a coroutine in a file of the user's (``workflows/terminal.py`` by default): it is given the row, the policy
-and the box, in which it has the task's files at ``/app``. Its shell is ended with all that runs before the tests are
-put in, so that nothing of it takes part in the verdict but the files.
+The agent is a coroutine in a file of the user's (by default ``workflows/terminal.py``, which ships): it is given the
+row, the policy and the box, in which it has the task's files at ``/app``. Its shell is ended with all that runs before
+the tests are put in, so that nothing of it takes part in the verdict but the files.
 """
 
 import inspect
 import json
-import os
+import secrets
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -19,7 +19,8 @@ from pydantic import Field
 
 from areal_async.api import Policy, Rewards
 from areal_async.environments.environment import Environment, Options
-from areal_async.environments.harbor_tasks import MIB, HarborTask, read_task, read_tasks, reward_of
+from areal_async.environments.harbor_tasks import MIB, HarborTask, read_task, read_tasks, reward_of, task_folder
+from areal_async.environments.names import code_of
 from areal_async.errors import RewardError, UserError, WorkflowError
 from areal_async.protocol.types import Prompt
 from areal_async.sandbox import Box, BoxLimits, End, sandbox
@@ -36,8 +37,9 @@ Agent = Callable[[Prompt, Policy, Box], Awaitable[None]]
 class HarborOptions(Options):
     """Options of ``harbor:PATH``."""
 
-    agent: str = "workflows/terminal.py"
-    """Python file with a coroutine ``(prompt, policy, box)``, with ``:name`` where that is not named like the file."""
+    agent: str = ""
+    """Python file with a coroutine ``(prompt, policy, box)``, with ``:name`` where that is not named like the file;
+    empty for ``workflows/terminal.py``, which ships."""
     memory_bytes: int = Field(default=2048 * MIB, ge=16 * MIB)
     """Of a task that names no other."""
     disk_bytes: int = Field(default=512 * MIB, ge=16 * MIB)
@@ -51,6 +53,7 @@ class HarborEnvironment(Environment):
         self._what = f"harbor:{place}"
         self._place = Path(place).expanduser()
         self._options = options
+        self._agent_file = code_of(self._what, options.model_dump())
 
     def rows(self) -> Iterator[Mapping[str, Any]]:
         """Yield a row for each task folder: its name, its hash, and what the agent is asked."""
@@ -58,7 +61,6 @@ class HarborEnvironment(Environment):
             yield {
                 "task_id": task.name,
                 "sha256": task.sha256,
-                "folder": os.path.abspath(task.folder),
                 "instruction": task.instruction,
             }
 
@@ -123,18 +125,18 @@ class HarborEnvironment(Environment):
         Raises:
             UserError: there is no such file, or no such coroutine in it.
         """
-        with mistakes_in(f"{self._what}: env.agent: importing {self._options.agent}"):
-            module, name = import_named(self._options.agent, what=f"{self._what}: env.agent")
+        with mistakes_in(f"{self._what}: env.agent: importing {self._agent_file}"):
+            module, name = import_named(str(Path(self._agent_file).expanduser()), what=f"{self._what}: env.agent")
         agent: Agent | None = getattr(module, name, None)
         if not inspect.iscoroutinefunction(agent):
             raise UserError(
-                f"{self._what}: env.agent: got {self._options.agent} without a coroutine {name}, need "
+                f"{self._what}: env.agent: got {self._agent_file} without a coroutine {name}, need "
                 f"async def {name}(prompt, policy, box)"
             )
         return agent
 
     def _task_of(self, prompt: Prompt) -> HarborTask:
-        task = read_task(Path(str(prompt["folder"])), what=self._what)
+        task = read_task(task_folder(self._place, str(prompt["task_id"])), what=self._what)
         if task.sha256 != prompt["sha256"]:
             raise WorkflowError(f"{self._what}: task {task.name} has another content than at the start of the run")
         return task
@@ -159,9 +161,19 @@ async def prepare(box: Box, task: HarborTask) -> None:
 
 
 async def put(box: Box, task: HarborTask, part: str, place: str) -> None:
-    """Write the files of one of a task's folders into a box."""
+    """Write the files of one of a task's folders into a box.
+
+    Raises:
+        WorkflowError: there is no room for them, or something that an agent has made is in their way.
+    """
     for name, content, mode in await anyio.to_thread.run_sync(lambda: list(task.files(part))):
-        await box.write(f"{place}/{name}", content, mode=mode)
+        try:
+            await box.write(f"{place}/{name}", content, mode=mode)
+        except OSError as exc:
+            raise WorkflowError(
+                f"task {task.name}: its box of {box.limits.disk_bytes // MIB} MiB cannot be given {part}/{name} "
+                f"({len(content):,} bytes): {exc.strerror}"
+            ) from exc
 
 
 async def verify(box: Box, task: HarborTask) -> float:
@@ -172,11 +184,16 @@ async def verify(box: Box, task: HarborTask) -> float:
     """
     what = f"task {task.name}: tests/test.sh"
     await box.restart()
-    # nothing that stands there is theirs; nor is what an interpreter would load from the home of who worked here
-    await box.run(
-        "chmod -R u+rwx /tests /logs/verifier 2>/dev/null; rm -rf /tests /logs/verifier; mkdir -p /logs/verifier"
+    # Nothing that stands there is theirs. It is moved, under a name that nobody knew: to remove it may take for ever.
+    aside = f"/{secrets.token_hex(8)}"
+    cleared = await box.run(
+        f"chmod u+rwx / /tests /logs; mv -T /tests {aside}-tests; mv -T /logs {aside}-logs; "
+        "mkdir /tests /logs /logs/verifier"
     )
+    if cleared.status != 0:
+        raise RewardError(f"{what}: its box has no place for them: {cleared.text[-400:]!r}")
     await put(box, task, "tests", "/tests")
+    # nor is what an interpreter would load from the home of who worked here
     done = await box.run(
         f"cd {WORKDIR}; export PYTHONNOUSERSITE=1; {_exports(task.settings.verifier.env)}bash /tests/test.sh",
         timeout_s=task.settings.verifier.timeout_sec,

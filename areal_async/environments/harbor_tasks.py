@@ -7,7 +7,8 @@
       tests/test.sh       leaves /logs/verifier/reward.txt, or reward.json
       solution/solve.sh   what an agent that knows would do
 
-All of it is bounded: a folder that is too large, or holds what is neither a file nor a folder, is refused.
+All of it is bounded: a folder that is too large, or holds what is neither a file nor a folder, is refused. A task is
+known by the name of its folder, wherever that lies.
 
 Source: the task format of Harbor, https://harborframework.com/docs/tasks.
 """
@@ -30,6 +31,8 @@ MAX_FILES: Final = 2_000
 MAX_FOLDER_BYTES: Final = 64 << 20
 MAX_TEXT_BYTES: Final = 256 << 10
 """Of ``instruction.md`` and of ``task.toml``."""
+MAX_VARIABLES, MAX_VARIABLE = 32, 4096
+"""Of an ``env``: how many, and characters of one's value."""
 MIB: Final = 1 << 20
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _WANTS_IMAGE = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml", "compose.yaml")
@@ -38,7 +41,10 @@ _WANTS_IMAGE = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml", "comp
 class _Timed(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
     timeout_sec: float = Field(default=600.0, gt=0, le=86_400)
-    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
+    env: dict[
+        Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")],
+        Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=MAX_VARIABLE)],
+    ] = Field(default={}, max_length=MAX_VARIABLES)
 
 
 class _Place(BaseModel):
@@ -100,7 +106,7 @@ def read_tasks(place: Path, *, what: str) -> Iterator[HarborTask]:
     if (place / "task.toml").is_file():
         yield read_task(place, what=what)
         return
-    names = sorted(one.name for one in place.iterdir() if (one / "task.toml").is_file()) if place.is_dir() else []
+    names = sorted(one.name for one in place.iterdir() if _is_task(one)) if place.is_dir() else []
     if not names:
         raise UserError(f"{what}: got {place} without a task, need a folder with a task.toml, or one of such folders")
     if len(names) > MAX_TASKS:
@@ -109,40 +115,59 @@ def read_tasks(place: Path, *, what: str) -> Iterator[HarborTask]:
         yield read_task(place / name, what=what)
 
 
+def task_folder(place: Path, name: str) -> Path:
+    """Return where the task of this name is, of those that ``read_tasks`` yields."""
+    return place if (place / "task.toml").is_file() else place / name
+
+
 def read_task(folder: Path, *, what: str) -> HarborTask:
     """Return one task.
 
     Raises:
         UserError: something of it is missing, too large, or not as it should be; says what.
     """
-    name = folder.resolve().name
-    where = f"{what}: task {name}"
-    files = sorted(_checked(folder, where))
-    for needed in ("instruction.md", "tests/test.sh"):
-        if not (folder / needed).is_file():
-            raise UserError(f"{where}: got no {needed}, need one")
+    name = Path(os.path.abspath(folder)).name
+    where = f"{what}: task {_shown(name)}"
+    if not name.isprintable():
+        raise UserError(f"{where}: got a name with characters that cannot be shown, need another one")
     try:
-        settings = _TaskFile.model_validate(tomllib.loads(_text(folder / "task.toml", where)))
-    except tomllib.TOMLDecodeError as exc:
-        raise UserError(f"{where}: task.toml: {exc}") from exc
+        files = sorted(_checked(folder, where))
+        for needed in ("task.toml", "instruction.md", "tests/test.sh"):
+            if not (folder / needed).is_file():
+                raise UserError(f"{where}: got no {needed}, need one")
+        return HarborTask(
+            name=name,
+            folder=folder,
+            instruction=_text(folder / "instruction.md", where),
+            settings=_settings(_text(folder / "task.toml", where), where),
+            sha256=_hash(folder, files),
+        )
+    except OSError as exc:
+        raise UserError(f"{where}: {_shown(str(exc.filename))} cannot be read: {exc.strerror}") from exc
+
+
+def _is_task(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("task.toml", "instruction.md"))
+
+
+def _settings(text: str, where: str) -> _TaskFile:
+    try:
+        return _TaskFile.model_validate(tomllib.loads(text))
     except ValidationError as exc:
         first = exc.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise UserError(f"{where}: task.toml: {place}: got {first['input']!r:.80}: {first['msg']}") from exc
-    return HarborTask(
-        name=name,
-        folder=folder,
-        instruction=_text(folder / "instruction.md", where),
-        settings=settings,
-        sha256=_hash(folder, files),
-    )
+    except (ValueError, RecursionError) as exc:
+        raise UserError(f"{where}: task.toml: {exc}") from exc
 
 
 def _checked(folder: Path, where: str) -> Iterator[tuple[Path, os.stat_result]]:
     num_files = num_bytes = 0
     for path, status in _walk(folder):
         if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{where}: got {path.relative_to(folder)}, which is no regular file; put a file there")
+            raise UserError(
+                f"{where}: got {_shown(str(path.relative_to(folder)))}, which is no regular file; put a file there"
+            )
         num_files, num_bytes = num_files + 1, num_bytes + status.st_size
         if num_files > MAX_FILES or num_bytes > MAX_FOLDER_BYTES:
             raise UserError(
@@ -152,11 +177,19 @@ def _checked(folder: Path, where: str) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    for root, folders, names in os.walk(folder):
+    for root, folders, names in os.walk(folder, onerror=_raise):
         links = [name for name in folders if Path(root, name).is_symlink()]  # they are not gone into
         for name in names + links:
             path = Path(root, name)
             yield path, path.lstat()
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _shown(name: str) -> str:
+    return name if name.isprintable() else ascii(name)
 
 
 def _hash(folder: Path, files: list[tuple[Path, os.stat_result]]) -> str:

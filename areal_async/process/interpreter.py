@@ -5,6 +5,9 @@ from pathlib import Path
 
 HOME = Path(__file__).resolve().parents[2]
 """The folder that has the package: that of all that is installed, or a clone."""
+_PACKAGED = HOME / "areal_async" / "templates"
+SHIPPED = _PACKAGED if _PACKAGED.is_dir() else HOME
+"""The folder with the workflows, rewards and settings that ship: ``tools/wheel.py`` puts them into the package."""
 
 
 def module_command(module: str, *words: str) -> list[str]:

@@ -113,8 +113,8 @@ def test_the_wheel_holds_one_package_with_its_types_its_command_and_its_template
 
 def test_nothing_of_the_repository_is_used(project: Path, environment: dict[str, str]) -> None:
     code = (
-        "import json, sys, areal_async.runs, areal_async.rollout.main, areal_async.cli.projects.templates as t; "
-        "print(json.dumps([str(t.PACKAGED), *(getattr(m, '__file__', None) or '' for m in sys.modules.values())]))"
+        "import json, sys, areal_async.runs, areal_async.rollout.main, areal_async.process.interpreter as t; "
+        "print(json.dumps([str(t.SHIPPED), *(getattr(m, '__file__', None) or '' for m in sys.modules.values())]))"
     )
 
     packaged, *files = json.loads(_say(f'python -P -c "{code}"', project, environment))

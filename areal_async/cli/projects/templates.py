@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from areal_async.cli.projects import texts
 from areal_async.errors import UserError
-from areal_async.process.interpreter import HOME
+from areal_async.process.interpreter import SHIPPED
 from areal_async.user_files import imported_files
 
-PACKAGED = HOME / "areal_async" / "templates"
 WORKFLOW = "workflow"
 """Name of a project's own workflow, and of its settings."""
 KINDS = ("", "_1gpu", "_cpu")
@@ -56,12 +55,11 @@ def files_of(template: Template, name: str) -> dict[str, bytes]:
     Raises:
         UserError: the installation lacks a file.
     """
-    root = PACKAGED if PACKAGED.is_dir() else HOME
     try:
-        code = _code(template, root)
-        settings, placed = _settings(template, name, root)
+        code = _code(template, SHIPPED)
+        settings, placed = _settings(template, name, SHIPPED)
         files = {file: text.encode() for file, text in (code | settings).items()}
-        files |= {str(path.relative_to(root / "configs")): path.read_bytes() for path in placed}
+        files |= {str(path.relative_to(SHIPPED / "configs")): path.read_bytes() for path in placed}
     except FileNotFoundError as exc:
         raise UserError(
             f"init: no file {exc.filename}, which belongs to this installation; install areal-async anew"

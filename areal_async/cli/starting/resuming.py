@@ -16,6 +16,7 @@ from areal_async.config.paths import is_same_function
 from areal_async.config.resumed import differences, refuse_kept
 from areal_async.config.settings import RunSettings, Settings
 from areal_async.config.sources import Assignment, Sources, absolute, resolve
+from areal_async.environments.names import is_moved
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory, SettingsSources
 from areal_async.launch.starts import Start
@@ -116,9 +117,16 @@ def _leaves(said: SettingsSources) -> list[Assignment]:
 
 
 def _other_workflow(recorded: Settings, workflow: str | None) -> Iterator[Assignment]:
-    """Yield the workflow that a command names, where the run has it not."""
-    if workflow is not None and not any(is_same_function(task.workflow, workflow) for task in recorded.tasks):
-        yield Assignment(parts=("tasks", "0", "workflow"), value=workflow, rank=3, origin="on the command line")
+    """Yield the workflow that a command names, where the run has it not; an environment's folder may have moved."""
+    if workflow is None or any(is_same_function(task.workflow, workflow) for task in recorded.tasks):
+        return
+    index = next((place for place, task in enumerate(recorded.tasks) if is_moved(task.workflow, workflow)), 0)
+    task, names = recorded.tasks[index], ["workflow"]
+    if task.dataset.environment == task.workflow and is_moved(task.workflow, workflow):
+        names.append("dataset.environment")
+    for name in names:
+        parts = ("tasks", str(index), *name.split("."))
+        yield Assignment(parts=parts, value=workflow, rank=3, origin="on the command line")
 
 
 def _notices(settings: Settings, edited: Sequence[Assignment], config: Path) -> Iterator[str]:

@@ -22,6 +22,7 @@ from areal_async.data.rows import load_rows
 from areal_async.environments.environment import MAX_ROW_BYTES, Environment, tasks_of
 from areal_async.environments.names import SCHEMES, Scheme, environment_name, spellings
 from areal_async.errors import UserError
+from areal_async.process.interpreter import SHIPPED
 from areal_async.protocol.types import Prompt
 from areal_async.rollout.user_code.per_node import given_per_node
 from areal_async.rollout.user_code.workflows import load_workflow
@@ -209,8 +210,11 @@ def test_the_settings_are_those_of_its_own_name_or_those_for_any(place: Path) ->
     assert default_config("made:B-v1", has_gpu=False) == Path("configs/environment_cpu.yaml")
     (place / "configs" / "b-v1_cpu.yaml").write_text(YAML)
 
+    (place / "configs" / "environment_cpu.yaml").unlink()
+    assert default_config("made:C-v1", has_gpu=False) == SHIPPED / "configs/environment_cpu.yaml"
     assert default_config("made:B-v1", has_gpu=False) == Path("configs/b-v1_cpu.yaml")
-    assert default_config("made:B-v1", has_gpu=True) == Path("configs/environment.yaml")
+    assert default_config("made:B-v1", has_gpu=True) == SHIPPED / "configs/environment.yaml"
+    assert {(SHIPPED / "configs" / f"environment{kind}.yaml").is_file() for kind in ("", "_cpu")} == {True}
 
 
 def test_another_workflows_rows_are_not_taken_for_its_own(place: Path) -> None:
@@ -236,6 +240,49 @@ def test_a_run_that_goes_on_keeps_its_options(place: Path) -> None:
     assert ask() == begun
     with pytest.raises(UserError, match=r"env.first was 5, is 6; a run that goes on keeps that: it says which data"):
         ask("--env.first", "6")
+
+
+def test_a_folder_of_tasks_may_have_moved_under_its_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_async.config.paths.SCHEMES", SCHEMES)
+
+    def ask(*words: str, file: str | None) -> Settings:
+        chosen = choose(argparse.Namespace(file=file, config=None, fresh=False), words, has_gpu=False)
+        if not chosen.directory.exists:
+            chosen.directory.write_settings(chosen.settings)
+            assert chosen.start.said is not None
+            chosen.directory.write_said(chosen.start.said)
+        return chosen.settings
+
+    (place / "tasks").mkdir(exist_ok=True)
+    begun = ask(file="files:tasks")
+    assert ask("--run.name", "tasks", file=None) == begun
+
+    (place / "elsewhere").mkdir()
+    (place / "tasks").rename(place / "elsewhere" / "tasks")
+    moved = ask(file="files:elsewhere/tasks").tasks[0]
+
+    assert (moved.workflow, moved.dataset.environment) == ("files:elsewhere/tasks",) * 2
+    with pytest.raises(UserError, match=r"tasks.0.workflow was '.*/tasks', is '.*/other'"):
+        ask("--run.name", "tasks", file="files:other")
+
+
+def test_an_option_that_names_a_python_file_is_a_path(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "configs" / "x.yaml").write_text(
+        "tasks: [{workflow: 'made:a', env: {folder: '../agents/one.py:solve'}}]\n"
+    )
+
+    assert load_settings(Path("configs/x.yaml")).tasks[0].env == {"folder": "agents/one.py:solve"}
+    given = load_settings(Path("configs/x.yaml"), ["--env.folder", "agents/two.py"])
+    recorded = load_settings(_written(place / "recorded.yaml", dump_settings(given)))
+
+    monkeypatch.chdir(place / "configs")
+    assert load_settings(place / "recorded.yaml").env == {"folder": f"{place}/agents/two.py"}
+    assert recorded.env == {"folder": "agents/two.py"}
+
+
+def _written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
 
 
 def test_what_is_nowhere_is_said_with_the_kinds_there_are(capsys: pytest.CaptureFixture[str]) -> None:

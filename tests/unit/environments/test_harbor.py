@@ -1,5 +1,8 @@
 """Harbor's task folders: read whole or refused, played in a box, scored when nobody works there any more."""
 
+import os
+import re
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -110,6 +113,12 @@ FORGERIES = {
         ">/dev/null 2>&1 & disown -a"
     ),
     "tests of its own": "mkdir -p /tests; echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh; chmod 555 /tests",
+    "a module among the tests": "mkdir /tests; echo 'loads = lambda text: {}' > /tests/json.py",
+    "a folder that nothing is put in": "chmod 555 /",
+    "a file for the folder of the reward": "rm -rf /logs; echo 1 > /logs",
+    "no place to work": "rm -rf /app",
+    "a bomb": ":(){ :|:& };:",
+    "a bomb in the background": "(while :; do (while :; do sleep 1 & done) & done) >/dev/null 2>&1 & disown -a",
     "tests elsewhere": "mkdir /mine; ln -s /mine /tests; ln -sfn /mine /logs/verifier",
     "another interpreter": "python3() { echo 1 > /logs/verifier/reward.txt; }; export -f python3; PATH=/app:$PATH",
     "what the interpreter loads": (
@@ -168,7 +177,7 @@ async def test_a_task_that_changed_since_the_rows_were_read_is_not_played(warm: 
         await environment.episode(prompt, cast(Policy, Recorder()))
 
 
-@pytest.mark.parametrize("change", ["renamed", "changed", "made executable", "added"])
+@pytest.mark.parametrize("change", ["renamed", "changed", "made executable", "added", "left out"])
 def test_a_run_does_not_go_on_with_other_tasks(tmp_path: Path, change: str) -> None:
     folder = make_tasks(tmp_path / "tasks", 3)
     source = DatasetSettings(environment=f"harbor:{folder}")
@@ -187,7 +196,16 @@ def test_a_run_does_not_go_on_with_other_tasks(tmp_path: Path, change: str) -> N
             (folder / "sum-01/tests/test.sh").chmod(0o755)
         case "added":
             make_tasks(folder, 4)
-    with pytest.raises(UserError, match="that the run has recorded at its start"):
+        case "left out":
+            shutil.rmtree(folder / "sum-01")
+    told = {
+        "renamed": "task 1 was sum-01, is sum-02",
+        "changed": "task 1, sum-01, has another content",
+        "made executable": "task 1, sum-01, has another content",
+        "added": "task 3 was none, is sum-03",
+        "left out": "task 1 was sum-01, is sum-02",
+    }[change]
+    with pytest.raises(UserError, match=rf"that the run has recorded at its start \({told}\)"):
         refuse_other_rows(tmp_path / "rows.json", used(), run="mine")
 
 
@@ -195,6 +213,11 @@ def test_a_run_does_not_go_on_with_other_tasks(tmp_path: Path, change: str) -> N
     ("path", "content", "told"),
     [
         ("instruction.md", None, "task sum-00: got no instruction.md, need one"),
+        ("task.toml", None, "task sum-00: got no task.toml, need one"),
+        ("task.toml", "a = " + "[" * 5000, "task.toml: "),
+        ("task.toml", "a = " + "9" * 5000, "task.toml: "),
+        ("task.toml", "[solution.env]\nA = '" + "x" * 5000 + "'", "solution.env.A: got 'xxx"),
+        ("task.toml", '[verifier.env]\nA = "\\u0000"', "verifier.env.A: got"),
         ("tests/test.sh", None, "got no tests/test.sh"),
         ("instruction.md", "x" * 300_000, "instruction.md: got 300,000 bytes, need at most 262,144"),
         ("task.toml", "[agent]\ntimeout_sec = 0", "agent.timeout_sec: got 0"),
@@ -232,9 +255,65 @@ def test_links_and_too_much_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="more than 2,000 files or 64 MiB"):
         read_task(folder, what="harbor")
     (folder / "large").unlink()
-    (folder / "task.toml").unlink()
+    os.mkfifo(folder / "tests/pipe")
+    with pytest.raises(UserError, match="got tests/pipe, which is no regular file"):
+        read_task(folder, what="harbor")
     with pytest.raises(UserError, match="without a task"):
-        list(made(folder.parent, tmp_path).rows())
+        list(made(folder / "tests", tmp_path).rows())
+
+
+def test_a_folder_is_a_task_by_its_own_name(tmp_path: Path) -> None:
+    folder = make_tasks(tmp_path / "tasks", 1)
+    (folder / "sum-00").rename(folder / "Ärger mit 'Namen' $HOME")
+    (folder / "linked").symlink_to("Ärger mit 'Namen' $HOME")
+    rows = {row["task_id"]: row["sha256"] for row in made(folder, tmp_path).rows()}
+    assert rows.keys() == {"Ärger mit 'Namen' $HOME", "linked"}
+    assert len(set(rows.values())) == 1
+
+    for name, shown in (("two\nlines", r"'two\\nlines'"), (os.fsdecode(b"\xff"), r"'\\udcff'")):
+        (folder / name).symlink_to("linked")
+        with pytest.raises(UserError, match=f"task {shown}: got a name with characters that cannot be shown"):
+            list(made(folder, tmp_path).rows())
+        (folder / name).unlink()
+
+
+async def test_files_of_any_name_come_into_the_box(warm: None, tmp_path: Path) -> None:
+    folder = make_tasks(tmp_path / "tasks", 1)
+    task = folder / "sum-00"
+    for name in ("two\nlines", "$(exit 1) 'ü'", os.fsdecode(b"\xff")):
+        (task / "environment" / name).write_text("1\n")
+    (task / "tests/test.sh").write_text(
+        "cat /app/*u* /app/$'\\xff' /app/$'two\\nlines' | wc -l > /logs/verifier/reward.txt\n"
+    )
+    (task / "environment/numbers.txt").unlink()
+    (task / "environment/solver.py").unlink()
+    assert await rewards(made(folder, tmp_path)) == [2.0]
+
+
+async def test_files_that_do_not_fit_into_the_box_are_said(warm: None, tmp_path: Path) -> None:
+    folder = make_tasks(tmp_path / "tasks", 1)
+    path = folder / "sum-00/task.toml"
+    path.write_text(path.read_text().replace("64M", "16M"))
+    with (folder / "sum-00/environment/large").open("wb") as file:
+        file.truncate(60 << 20)
+    told = r"its box of 16 MiB cannot be given environment/large \(62,914,560 bytes\): File too large"
+    with pytest.raises(WorkflowError, match=f"task sum-00: {told}"):
+        await rewards(made(folder, tmp_path))
+    (found,) = await check_harbor(Settings(tasks=[TaskSettings(workflow=f"harbor:{folder}")]))
+    assert found.level is Level.ERROR
+    assert re.search(told, found.saw)
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_tasks(tmp_path / "tasks", 1) / "sum-00"
+    deep = folder / "environment"
+    with monkeypatch.context() as place:
+        for _ in range(20):  # below which no path leads
+            place.chdir(deep)
+            os.mkdir("d" * 250)
+            deep = Path("d" * 250)
+    with pytest.raises(UserError, match="task sum-00: .* cannot be read: File name too long"):
+        read_task(folder, what="harbor")
 
 
 @pytest.mark.parametrize(
