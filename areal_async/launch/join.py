@@ -33,7 +33,7 @@ from areal_async.process.host import visible_gpus
 from areal_async.process.signals import run_until_told
 from areal_async.protocol.run_state import Control, CrewState, Holder, RunState, SharedSettings
 from areal_async.protocol.subjects import CONTROL, LAUNCHER, RUN_STATE, SETTINGS, TOKEN, Names
-from areal_async.rollout.user_code.source_hashes import differing, source_hashes
+from areal_async.rollout.user_code.source_hashes import code_of_tasks, differing, source_hashes
 from areal_async.telemetry import log as logging
 
 NODES = "nodes"
@@ -351,7 +351,7 @@ class _Guest:
         Raises:
             UserError: they are others; or the run is of a library that tells neither its files nor of its launcher.
         """
-        here = source_hashes(task.workflow for task in settings.tasks)
+        here = source_hashes(code_of_tasks(settings))
         if here and not shared.files:
             raise UserError(
                 f"run {self._run}: was started by areal_async {shared.library}, which does not say what nodes that "

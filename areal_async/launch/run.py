@@ -32,7 +32,7 @@ from areal_async.launch.supervisor import Notify, RunEnd, RunSupervisor
 from areal_async.process.host import LOOPBACK
 from areal_async.protocol.run_state import CrewState, Rollback, RunState, SharedSettings
 from areal_async.protocol.subjects import LAUNCHER, NODES, ROLLBACK, RUN_STATE, SETTINGS
-from areal_async.rollout.user_code.source_hashes import source_hashes
+from areal_async.rollout.user_code.source_hashes import code_of_tasks, source_hashes
 
 CONNECT_DEADLINE_S = 10.0
 TRY_S = 2.0
@@ -150,7 +150,7 @@ async def _publish_start(bus: Bus, directory: RunDirectory, settings: Settings) 
     shared = SharedSettings(
         settings=settings.model_dump_json(),
         library=areal_async.__version__,
-        files=source_hashes(task.workflow for task in settings.tasks),
+        files=source_hashes(code_of_tasks(settings)),
     )
     await bus.put(SETTINGS, shared)
     directory.write_code(shared.files)

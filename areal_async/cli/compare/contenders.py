@@ -14,7 +14,7 @@ from areal_async.config.sources import load_settings
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import find_run
 from areal_async.protocol.types import Version
-from areal_async.rollout.user_code.source_hashes import source_hashes
+from areal_async.rollout.user_code.source_hashes import code_of_tasks, source_hashes
 from areal_async.versions import evaluations
 from areal_async.versions.comparison import Side
 
@@ -62,7 +62,7 @@ class Contender:
         if self.model is None or not self.model.version:
             return []
         directory, version = self.model.directory, Version.parse(self.model.version)
-        code = source_hashes(task.workflow for task in self.settings.tasks)
+        code = source_hashes(code_of_tasks(self.settings))
         return [
             answer
             for name, digest in rows.items()
@@ -76,12 +76,12 @@ class Contender:
         """What its answers depend on, beside the rows; of two sides this differs."""
         settings, side = self.settings, self.side
         folder = self.model.exported if self.model is not None else Path(side.model)
-        specs = [task.workflow for task, _, _ in self.tasks]
+        tasks = [task for task, _, _ in self.tasks]
         return {
             "from": [side.run, side.version, side.model, side.server, _files_in(folder)],
             "sampling": {task.name: settings.eval_sampling_of(task.name).model_dump() for task, _, _ in self.tasks},
             **evaluations.question_of(settings),
-            "workflows": [specs, source_hashes(specs)],
+            "workflows": [[task.workflow for task in tasks], source_hashes(code_of_tasks(settings, tasks))],
         }
 
 

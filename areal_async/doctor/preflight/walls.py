@@ -1,11 +1,9 @@
 """Whether what models write can be isolated here, where a workflow has such programs or boxes run."""
 
-from pathlib import Path
-
 from areal_async.config.settings import Settings
 from areal_async.doctor.preflight.findings import PreflightFinding, good, of_mistake
 from areal_async.errors import UserError
-from areal_async.rollout.user_code.source_hashes import source_hashes
+from areal_async.rollout.user_code.source_hashes import code_of_tasks, source_files
 from areal_async.sandbox import sandbox
 from areal_async.sandbox.keeper import BoxKeepers
 
@@ -29,5 +27,5 @@ async def check_walls(settings: Settings) -> list[PreflightFinding]:
 
 
 def _is_named(settings: Settings) -> bool:
-    files = source_hashes(task.workflow for task in settings.tasks)
-    return any(MENTION in Path(name).read_bytes() for name in files)
+    files = source_files(code_of_tasks(settings)).values()
+    return any(MENTION in file.read_bytes() for file in files)

@@ -7,8 +7,21 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from areal_async.rollout.user_code.source_location import UserCode
+from areal_async.config.settings import Settings
+from areal_async.config.tasks import TaskSettings
+from areal_async.environments.names import code_of
+from areal_async.rollout.user_code.source_location import PACKAGE, UserCode
 from areal_async.user_files import imported_files
+
+
+def code_of_tasks(settings: Settings, tasks: Iterable[TaskSettings] | None = None) -> list[str]:
+    """Return the ``FILE.py[:name]`` that answer the rows of tasks: workflows, and what environments play with.
+
+    Args:
+        tasks: some of the settings'; ``None`` takes all.
+    """
+    chosen = settings.tasks if tasks is None else tasks
+    return [code for task in chosen if (code := code_of(task.workflow, settings.env_of(task)))]
 
 
 def source_hashes(specs: Iterable[str], *, root: Path | None = None) -> dict[str, str]:
@@ -16,16 +29,26 @@ def source_hashes(specs: Iterable[str], *, root: Path | None = None) -> dict[str
 
     Args:
         root: what is on the import path besides each workflow's folder; ``None`` takes the working directory. Paths
-            below it are relative to it.
+            below it are relative to it; one that is installed with this package is told as it lies there.
     """
+    return {
+        name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for name, path in sorted(source_files(specs, root=root).items())
+    }
+
+
+def source_files(specs: Iterable[str], *, root: Path | None = None) -> dict[str, Path]:
+    """Return the files that ``source_hashes`` hashes, by the paths that it tells."""
     root = (root or Path.cwd()).resolve()
-    found: dict[str, str] = {}
-    for spec in specs:
-        workflow = (root / spec.partition(":")[0]).resolve()
-        for path in _read_by(workflow, root):
-            name = path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return dict(sorted(found.items()))
+    workflows = [(root / Path(spec.partition(":")[0]).expanduser()).resolve() for spec in specs]
+    return {_told(path, root): path for workflow in workflows for path in _read_by(workflow, root)}
+
+
+def _told(path: Path, root: Path) -> str:
+    for base, folder in ((root, root), (PACKAGE, PACKAGE.parent)):
+        if path.is_relative_to(base):
+            return path.relative_to(folder).as_posix()
+    return str(path)
 
 
 def _read_by(workflow: Path, root: Path) -> set[Path]:

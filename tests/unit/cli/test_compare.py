@@ -19,6 +19,7 @@ from areal_async.rollout.user_code.source_hashes import source_hashes
 from areal_async.versions import evaluations
 from areal_async.versions.comparison import opened
 from areal_async.versions.evaluations import asked_of
+from tests.unit.environments.harbor_tasks import make_tasks
 from tests.unit.versions.test_comparison import comparison, rewarded
 
 
@@ -164,6 +165,30 @@ def test_what_an_evaluation_has_got_to_the_same_questions_is_not_asked_again(pla
     assert a.evaluated({"mine": "others"}) == []
     (place / "workflows" / "mine.py").write_text("async def mine(prompt, policy):\n    return 0.5\n")
     assert a.evaluated(rows) == []
+
+
+def test_an_agent_that_was_changed_is_asked_again(place: Path) -> None:
+    tasks = make_tasks(place / "tasks", 1)
+    (place / "agents").mkdir()
+    agent = place / "agents" / "mine.py"
+    agent.write_text("async def mine(prompt, policy, box):\n    pass\n")
+    run = place / "runs" / "one"
+    words = ["--tasks.0.workflow", f"harbor:{tasks}", "--env.agent", "agents/mine.py", "--run.name", "one"]
+    (place / "env.yaml").write_text("model: {path: ./model}\neval: {dataset: {path: rows.jsonl}}\n")
+    settings = load_settings(place / "env.yaml", words)
+    (run / "config.yaml").write_text(dump_settings(settings))
+    a, _ = sides("--run", "one", "--versions", "1-2,1-4")
+    asked = asked_of(a.settings, "tasks", rows="rows", code=source_hashes(["agents/mine.py"]))
+    line = {"eval_id": "1-2", "oldest": "1-2", "newest": "1-2", "workflow": "tasks", "asked": asked}
+    (run / "eval.jsonl").write_text(json.dumps(line) + "\n")
+    evaluations.write(run, Version(1, 2), [evaluations.Answer(task="tasks", row=0, reward=1.0)])
+    before = a.question
+    assert len(a.evaluated({"tasks": "rows"})) == 1
+
+    agent.write_text("async def mine(prompt, policy, box):\n    await box.run('true')\n")
+
+    assert a.evaluated({"tasks": "rows"}) == []
+    assert a.question != before
 
 
 def test_settings_given_to_both_are_both_sides_and_the_second_has_its_own_beside() -> None:

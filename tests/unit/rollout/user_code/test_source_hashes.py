@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.rollout.user_code.source_hashes import differing, source_hashes
+from areal_async.config.sources import load_settings
+from areal_async.process.interpreter import SHIPPED
+from areal_async.rollout.user_code.source_hashes import code_of_tasks, differing, source_hashes
 
 
 @pytest.fixture
@@ -44,6 +46,21 @@ def test_a_change_of_a_reward_far_behind_an_import_is_seen_and_one_of_another_fi
         "rewards/__init__.py",
         "rewards/units.py",
     ]
+
+
+def test_what_an_environment_plays_with_is_code_of_its_task(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent of Harbor's tasks is the user's, or the one that ships; of a package nothing is hashed."""
+    monkeypatch.chdir(root)
+    words = ["--tasks.0.workflow", "harbor:tasks", "--tasks.1.workflow", "openenv:http://a"]
+    assert code_of_tasks(load_settings(None, words)) == [str(SHIPPED / "workflows/terminal.py")]
+
+    settings = load_settings(None, [*words, "--tasks.0.env.agent", "workflows/sums.py:adds"])
+    before = source_hashes(code_of_tasks(settings))
+    (root / "rewards" / "units.py").write_text("changed = True\n")
+
+    assert "workflows/sums.py" in before
+    assert differing(before, source_hashes(code_of_tasks(settings))) == ["rewards/units.py"]
+    assert not source_hashes(code_of_tasks(settings, settings.tasks[1:]))
 
 
 def test_what_is_no_python_or_is_not_there_is_hashed_or_left_to_others_to_refuse(root: Path) -> None:
