@@ -5,7 +5,7 @@ Whatever raises a ``PipelineError`` ends the node; everything else is a slot's r
 
 import itertools
 import signal
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from areal_async.rollout.user_code.loop_watchdog import LoopWatchdog
 from areal_async.rollout.user_code.per_node import given_per_node
 from areal_async.rollout.user_code.workflows import check_all_taken, load_workflow, policies_taken
 from areal_async.sandbox import set_max_boxes
+from areal_async.sandbox.keeper import KEEPERS
 from areal_async.telemetry import wait_graph
 from areal_async.telemetry.wait_graph import ENDED
 
@@ -156,6 +157,7 @@ class _Node:
                         settings, node_id=self._node_id, log_directory=self._log_directory, max_streams=max_streams
                     ) as frozen,
                     AgentEndpoint(settings.endpoint) as endpoint,
+                    aclosing(KEEPERS),  # else their empty control groups outlive this process
                     given_per_node(
                         workflows,
                         deadline_s=settings.rollout.setup_deadline_s,

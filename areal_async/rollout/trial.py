@@ -6,6 +6,7 @@ What a node shares with others it does without: no bus, no tickets, no trainer. 
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 import anyio
@@ -21,6 +22,7 @@ from areal_async.rollout.stopwatch import TimedGenerator, TimedTurn, Times
 from areal_async.rollout.user_code.source_location import SourceLocation, UserCode
 from areal_async.rollout.workflow_call import TaskWorkflow, WorkflowCall
 from areal_async.sandbox import set_max_boxes
+from areal_async.sandbox.keeper import KEEPERS
 from areal_async.telemetry import spans, wait_graph
 
 TRIAL = "trial"
@@ -117,7 +119,7 @@ class Trial:
                 attempts = await self.run_siblings(prompts[place], siblings)
             report(number, attempts)
 
-        async with anyio.create_task_group() as running:
+        async with aclosing(KEEPERS), anyio.create_task_group() as running:
             for number in range(len(calls)):
                 running.start_soon(run_one, number)
 

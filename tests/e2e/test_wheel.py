@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import ROOT, blocks_of, commands
+from tests.unit.environments.harbor_tasks import make_tasks
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.whole_runs]
 
@@ -107,6 +108,8 @@ def test_the_wheel_holds_one_package_with_its_types_its_command_and_its_template
         "areal_async/py.typed",
         "areal_async/templates/rewards/math_answer.py",
         "areal_async/templates/configs/models/tiny/model.safetensors",
+        "areal_async/templates/configs/environment_cpu.yaml",
+        "areal_async/templates/workflows/terminal.py",
     } <= names
     assert not any("_sft" in name or "tiny_grader" in name for name in names), "what no project begins with"
 
@@ -167,6 +170,12 @@ def test_every_other_template_works_at_once(
     _say(f"areal-async init . --template {template}", tmp_path, environment)
 
     assert told in _say(f"areal-async {command}", tmp_path, environment)
+
+
+def test_tasks_of_harbor_are_tried_where_there_is_nothing_else(environment: dict[str, str], tmp_path: Path) -> None:
+    make_tasks(tmp_path / "tasks", 2)
+
+    assert "2 scored, 0 failed" in _say("areal-async try harbor:tasks --n 2", tmp_path, environment)
 
 
 @pytest.mark.nightly
