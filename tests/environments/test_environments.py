@@ -14,6 +14,7 @@ import anyio
 import pytest
 
 from areal_async.config.settings import DatasetSettings
+from areal_async.data.recorded_rows import Used, refuse_other_rows
 from areal_async.data.rows import load_rows
 from areal_async.environments.openenv import OpenEnvironment, OpenEnvOptions
 from areal_async.errors import UserError, WorkflowError
@@ -94,6 +95,28 @@ def test_a_taskset_is_read_with_the_packages_own_hashes() -> None:
         load_rows(DatasetSettings(environment="verifiers:nowhere_at_all"))
     with pytest.raises(UserError, match="most_stoned"):
         load_rows(DatasetSettings(environment="verifiers:nim_moves", env={"taskset": {"most_stoned": 4}}))
+
+
+@pytest.mark.usefixtures("tasksets")
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"taskset": {"most_stones": 3}}, "task 2, move-2, has another content"),
+        ({"select": {"limit": 2}}, "task 2 was move-2, is none"),
+        ({"select": {"limit": 3, "shuffle": True}}, "task 0 was move-0, is move-"),
+    ],
+)
+def test_a_run_does_not_go_on_with_another_taskset(other: dict[str, Any], told: str, tmp_path: Path) -> None:
+    def used(env: dict[str, Any]) -> list[Used]:
+        source = DatasetSettings(environment="verifiers:nim_moves", env=env)
+        return [Used("tasks.0.dataset", source, load_rows(source, shows_progress=False))]
+
+    env = {"select": {"limit": 3}, "taskset": {"most_stones": 4}}
+    for _ in range(2):
+        refuse_other_rows(tmp_path / "rows.json", used(env), run="mine")
+
+    with pytest.raises(UserError, match=re.escape(f"has recorded at its start ({told}")):
+        refuse_other_rows(tmp_path / "rows.json", used(env | other), run="mine")
 
 
 @pytest.mark.usefixtures("tasksets")
