@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from areal_async.config.section import Section
+from areal_async.config.section import OutputPath, Section
 
 OWN_HOST = "127.0.0.1"
 """What the launcher calls its own."""
@@ -34,6 +34,10 @@ class LaunchSettings(Section):
     and this installation under the same paths."""
     remote_command: str = "ssh -o BatchMode=yes -o ServerAliveInterval=25 {host}"
     """What runs a command on one of ``hosts``, before that command's words; it needs no terminal and no password."""
+    weights_cache: OutputPath | None = None
+    """Folder of each host's own disk in which its node keeps the last three versions for its servers: rebuilt from what
+    has changed in bf16 weights, which the trainer then writes beside them, or copied once. ``None`` has each server
+    read each version where the trainer writes it. Not for what is broadcast, nor for adapters."""
 
     num_hosts: int = Field(default=1, ge=1)
     """With ``ray``: hosts of the cluster that the run asks for, the launcher's own or not."""

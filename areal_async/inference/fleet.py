@@ -7,6 +7,7 @@ same server again, with the same id and the same GPUs.
 """
 
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import closing
 from pathlib import Path
 
 import anyio
@@ -15,11 +16,13 @@ import structlog
 
 from areal_async.config.settings import Settings
 from areal_async.inference.commands import NO_VERSION, has_sha256, server_command
+from areal_async.inference.deltas import HostCopies
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi, make_client
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.servers import ServerProcess
 from areal_async.inference.supervisor import ServerSupervisor
+from areal_async.inference.swap import Staging
 from areal_async.inference.updates import FleetContext
 from areal_async.inference.verify import Verifier
 from areal_async.protocol.run_state import LEFT
@@ -63,12 +66,15 @@ class Fleet:
         self._first_gpu = first_gpu
         self._log_directory = log_directory
         self.pool = ServerPool([], deadline_s=settings.inference.start_bound_s)
+        cache = settings.launch.weights_cache
+        copies = None if cache is None or frozen else HostCopies(cache / settings.run.name / node_id)
         self._around = FleetContext(
             settings=settings.inference,
             pool=self.pool,
             verifier=Verifier(has_sha256=has_sha256(settings.inference)),
             publish=publish,
             frozen=WeightsVersion(version=version) if frozen else None,
+            staging=Staging(copies),
         )
         self.target = self._around.target
         self.card = self._around.card
@@ -95,6 +101,10 @@ class Fleet:
         Raises:
             PipelineError: a server cannot start, or fails again and again.
         """
+        with closing(self._around.staging):
+            await self._run_members()
+
+    async def _run_members(self) -> None:
         async with make_client(max_connections=NUM_CONNECTIONS) as administration, anyio.create_task_group() as tasks:
             while True:
                 self._changed = anyio.Event()

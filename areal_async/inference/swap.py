@@ -18,16 +18,21 @@ from typing import NamedTuple
 
 import anyio
 import anyio.to_thread
+import msgspec
+import structlog
 
+from areal_async.inference.deltas import HostCopies
 from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
 from areal_async.process.failpoints import failpoint
-from areal_async.protocol.types import WeightsVersion
+from areal_async.protocol.types import DISK, WeightsVersion
 
 ORDER_DEADLINE_S = 60.0
 """Deadline of pausing, continuing and the like, which wait for one step of the server at most."""
 ABANDON_DEADLINE_S = 20.0
 """Time for a server that waits in a broadcast to notice that the trainer has closed the group."""
+
+log = structlog.get_logger()
 
 Check = Callable[[ServerApi, WeightsVersion], Awaitable[None]]
 
@@ -41,28 +46,44 @@ class SwapTimes(NamedTuple):
 
 
 class Staging:
-    """Checks each announced version's files once, however many servers are about to load them."""
+    """Has each announced version's files checked once, however many servers are about to load them; where hosts keep
+    copies, there."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies: HostCopies | None = None) -> None:
         self._lock = anyio.Lock()
-        self._checked = ""
+        self._copies = copies
+        self._staged: tuple[str, str] = ("", "")
+        """Version, and where servers load it from."""
 
-    async def check(self, target: WeightsVersion) -> float:
-        """Check the files against their hashes in a thread; return the seconds it took.
+    async def stage(self, target: WeightsVersion) -> tuple[WeightsVersion, float]:
+        """Check the files against their hashes in a thread; return what servers load, and the seconds it took.
 
         Raises:
             StagingFault: a file is missing or differs.
         """
         started = time.monotonic()
         async with self._lock:
-            if self._checked != target.version:
-                await anyio.to_thread.run_sync(check_files, target)
-                self._checked = target.version
-        return time.monotonic() - started
+            if self._staged[0] != target.version:
+                self._staged = target.version, await anyio.to_thread.run_sync(self._stage, target)
+        return msgspec.structs.replace(target, path=self._staged[1]), time.monotonic() - started
 
     def forget(self) -> None:
         """Have the files read again before they are loaded again: a server could not load them."""
-        self._checked = ""
+        self._staged = "", ""
+
+    def close(self) -> None:
+        """Leave no copies behind."""
+        if self._copies is not None:
+            self._copies.close()
+
+    def _stage(self, target: WeightsVersion) -> str:
+        if self._copies is not None and target.kind == DISK:
+            try:
+                return self._copies.stage(target).path
+            except OSError as exc:  # no room here, or nothing to read there, which is said next
+                log.warning("weights.not_copied", version=target.version, cause=str(exc))
+        check_files(target)
+        return target.path
 
 
 def check_files(target: WeightsVersion) -> None:

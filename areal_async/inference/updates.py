@@ -250,7 +250,7 @@ class Updater:
             ServerFault: the server cannot be repaired in place.
         """
         group = order.group if self._can_receive(order) else None
-        stage_s = await self._around.staging.check(order) if group is None else 0.0
+        order, stage_s = await self._around.staging.stage(order) if group is None else (order, 0.0)
         join_s = await self._join_in_time(order, group) if group is not None else 0.0
         if join_s is None:
             return

@@ -68,6 +68,7 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
                 bucket_bytes=settings.inference.bucket_bytes,
                 is_adapter=sends_adapter(settings),
                 is_broadcast=settings.inference.weight_transfer == "distributed",
+                has_deltas=settings.launch.weights_cache is not None,
             ),
             run_directory.resolve() / "weights",
             ranks,

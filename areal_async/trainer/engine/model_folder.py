@@ -92,7 +92,7 @@ class ModelFolder:
                     partial.mkdir(parents=True)
                     self._begin(partial)
             with ranks.together(what):
-                own = [number for number, bucket in enumerate(self.files) if bucket[0].name in tensors]
+                own = self._numbers_of(tensors)
                 written = digests(partial, [self._write_file(number, tensors, partial) for number in own])
             with ranks.together(what):
                 if ranks.rank == 0:
@@ -102,6 +102,13 @@ class ModelFolder:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         return ranks.gather_entries(written)
+
+    def names_of(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Return the files that are written of these tensors."""
+        return [self._name(number) for number in self._numbers_of(tensors)]
+
+    def _numbers_of(self, tensors: Mapping[str, Tensor]) -> list[int]:
+        return [number for number, bucket in enumerate(self.files) if bucket[0].name in tensors]
 
     def _begin(self, folder: Path) -> None:
         """Write all but the weights: the tokenizer and whatever else stands beside them, the config and the index."""

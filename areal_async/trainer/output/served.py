@@ -3,17 +3,21 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import structlog
 from torch import Tensor
 
 from areal_async.config.settings import Settings
 from areal_async.errors import PipelineError
 from areal_async.inference.commands import choose_backend
+from areal_async.inference.deltas import write_delta
 from areal_async.inference.weight_group import flatten, num_bytes
 from areal_async.protocol.types import ADAPTER, DISK, Version, WeightsVersion
 from areal_async.trainer.engine.host_copies import unpin_copies
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine
 from areal_async.trainer.engine.weights import Bucket, empty_copies, witnesses
+
+log = structlog.get_logger()
 
 
 class ServedWeights:
@@ -24,16 +28,26 @@ class ServedWeights:
     """
 
     def __init__(
-        self, engine: FsdpEngine, *, bucket_bytes: int, is_adapter: bool = False, is_broadcast: bool = False
+        self,
+        engine: FsdpEngine,
+        *,
+        bucket_bytes: int,
+        is_adapter: bool = False,
+        is_broadcast: bool = False,
+        has_deltas: bool = False,
     ) -> None:
         """Divide what is served into ``buckets`` of at most ``bucket_bytes``; adapters are one.
 
         Args:
             is_broadcast: rank 0 gets each bucket, whole, to send it.
+            has_deltas: beside each file there is what has changed in it since the version before.
         """
         self._engine = engine
         self._is_adapter = is_adapter
         self._is_broadcast = is_broadcast
+        self._has_deltas = has_deltas and not is_broadcast
+        self._before: tuple[Path, dict[str, str]] | None = None
+        """Folder and digests of the version that was written last."""
         self._folder = engine.folder
         self.buckets = engine.plan_adapter() if is_adapter else engine.plan_buckets(max_bytes=bucket_bytes)
         self._is_pinned = engine.dims.all.device.type == "cuda"
@@ -106,6 +120,8 @@ class ServedWeights:
             hashes = self._folder.write_together(tensors, folder, ranks)
             served = (spec for bucket in self.buckets for spec in bucket)
             own = witnesses(tensors, of=served)
+            if self._has_deltas:
+                self._write_deltas(tensors, folder, hashes)
             self.take_back(tensors)  # before any rank returns from the next collective, and gathers again
             proofs = ranks.gather_entries(own)
         return WeightsVersion(
@@ -115,6 +131,17 @@ class ServedWeights:
             tensors_sha256=proofs,
             kind=ADAPTER if self._is_adapter else DISK,
         )
+
+    def _write_deltas(self, tensors: dict[str, Tensor], folder: Path, hashes: dict[str, str]) -> None:
+        """Write what has changed in the files of this rank; without it, hosts copy them whole."""
+        if self._before is not None:
+            base, before = self._before
+            for name in self._folder.names_of(tensors):
+                try:
+                    write_delta(base / name, folder / name, base_sha256=before[name], sha256=hashes[name])
+                except OSError as exc:
+                    log.warning("weights.no_delta", file=str(folder / name), cause=str(exc))
+        self._before = folder, hashes
 
     def _own(self) -> list[Bucket]:
         """Return the tensors that this rank writes."""

@@ -45,7 +45,7 @@ MAY_CHANGE = {
     "endpoint": "host on_unsupported",
     "serve": """host port directory keys max_requests request_deadline_s shutdown_deadline_s follow_s replace record
         record_file_bytes record_max_bytes""",
-    "launch": "backend hosts remote_command join_wait_s num_hosts cpus_per_host gpus_per_host",
+    "launch": "backend hosts remote_command join_wait_s weights_cache num_hosts cpus_per_host gpus_per_host",
     "bus": """url replicas credentials ca monitor_url host http_port port max_disk_bytes operation_deadline_s""",
 }
 """Section -> those of its settings that a start may say otherwise. Some have bounds (``resumed``)."""

@@ -136,16 +136,16 @@ def version_in(folder: Path, content: bytes, announced: bytes) -> WeightsVersion
 async def test_files_are_read_once_for_all_servers(tmp_path: Path) -> None:
     staging = Staging()
     target = version_in(tmp_path, b"weights", b"weights")
-    await staging.check(target)
+    await staging.stage(target)
     (tmp_path / "model.safetensors").unlink()
 
-    await staging.check(target)
+    await staging.stage(target)
 
     staging.forget()
     with pytest.raises(StagingFault, match="No such file"):
-        await staging.check(target)
+        await staging.stage(target)
 
 
 async def test_file_that_differs_from_what_was_announced_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StagingFault, match="weights 1-1: .*model.safetensors has hash"):
-        await Staging().check(version_in(tmp_path, b"other", b"weights"))
+        await Staging().stage(version_in(tmp_path, b"other", b"weights"))

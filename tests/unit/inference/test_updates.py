@@ -334,7 +334,7 @@ async def test_file_that_is_damaged_after_it_was_checked_is_read_again_before_it
     async with scene_of(fake) as scene:
         scene.announce(on_disk("1-0"))
         await scene.until("1-0")
-        await scene.around.staging.check(announced)
+        await scene.around.staging.stage(announced)
         file.write_bytes(b"who")
         fake.failing["/update_weights_from_disk"] = (400, {"success": False, "message": "torn"})
         scene.announce(announced)

@@ -448,10 +448,10 @@ async def test_adapters_are_announced_alone_or_merged(
     assert (alone.kind, merged.kind) == (ADAPTER, DISK)
     assert alone.sha256.keys() == {"adapter_config.json", "adapter_model.safetensors"}
     assert merged.sha256.keys() == {"model.safetensors"}
-    await Staging().check(alone)
+    await Staging().stage(alone)
     (Path(alone.path) / "adapter_config.json").write_text("{}")
     with pytest.raises(StagingFault, match="adapter_config.json has hash"):
-        await Staging().check(alone)
+        await Staging().stage(alone)
 
 
 async def test_trainer_ends_where_a_server_cannot_read_files_that_are_damaged_and_not_where_they_are_whole(
