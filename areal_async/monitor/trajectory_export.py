@@ -7,6 +7,8 @@ from types import MappingProxyType
 from typing import Any, get_type_hints
 
 import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from areal_async.monitor.output import replacing
 from areal_async.monitor.text import json_text
@@ -42,7 +44,7 @@ def export(
             with temporary.open("w", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file)
                 writer.writerow((*Entry._fields, *TEXTS))
-                writer.writerows((*entry, *_texts(whole.get(entry.id), decoder)) for entry in entries)
+                writer.writerows((*entry, *prompt_and_answer(whole.get(entry.id), decoder)) for entry in entries)
         else:
             rows = [describe(entry, recorded.get(entry.id), whole.get(entry.id), decoder) for entry in entries]
             if path.suffix == ".jsonl":
@@ -52,7 +54,7 @@ def export(
     return len(entries)
 
 
-def _texts(trajectory: Trajectory | None, decoder: Detokenizer) -> tuple[str, str]:
+def prompt_and_answer(trajectory: Trajectory | None, decoder: Detokenizer) -> tuple[str, str]:
     """Return prompt and answer; those of several sequences one below the other, nothing without tokens."""
     parts = []
     for sequence in trajectory.sequences if trajectory is not None else ():
@@ -86,9 +88,11 @@ def describe(
 
 
 def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema()), path)
 
+
+def schema() -> pa.Schema:
+    """Return the columns of what ``describe`` returns."""
     whole, number, text = pa.int64(), pa.float64(), pa.string()
     kinds: dict[object, pa.DataType] = {str: text, int: whole, int | None: whole, float | None: number}
     sequence = {
@@ -101,6 +105,6 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
         "images": pa.list_(pa.struct({"sha256": text, "num_bytes": whole, "width": whole, "height": whole})),
     }
     credit = {"reward": number, "num_tokens": whole, "role": text}
-    schema = {name: kinds[kind] for name, kind in get_type_hints(Entry).items()}
-    schema |= {"info": text, "credits": pa.list_(pa.struct(credit)), "sequences": pa.list_(pa.struct(sequence))}
-    pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(schema)), path)
+    columns = {name: kinds[kind] for name, kind in get_type_hints(Entry).items()}
+    columns |= {"info": text, "credits": pa.list_(pa.struct(credit)), "sequences": pa.list_(pa.struct(sequence))}
+    return pa.schema(columns)

@@ -82,7 +82,7 @@ def kept(run_directory: Path) -> list[Kept]:
     accuracies, parents = accuracies_of(run_directory), _parents(run_directory)
     hashes: dict[str, Any] = {
         "settings": hashlib.sha256((run_directory / "config.yaml").read_bytes()).hexdigest(),
-        "data": {name: one["sha256"] for name, one in _record(run_directory / ROWS).items() if isinstance(one, dict)},
+        "data": {name: one["sha256"] for name, one in read_rows(run_directory).items()},
         "code": _record(run_directory / CODE),
     }
     return [
@@ -196,6 +196,11 @@ def _record(path: Path) -> Mapping[str, Any]:
 def read_code(run_directory: Path) -> dict[str, str]:
     """Return the SHA-256 of each file of a run's workflows as it was started last; nothing where nothing tells."""
     return {path: str(digest) for path, digest in _record(run_directory / CODE).items()}
+
+
+def read_rows(run_directory: Path) -> dict[str, dict[str, Any]]:
+    """Return what is recorded of a run's rows, by the setting that names them; nothing where nothing is."""
+    return {name: one for name, one in _record(run_directory / ROWS).items() if isinstance(one, dict)}
 
 
 def short_hash(hashes: Mapping[str, str]) -> str:

@@ -19,7 +19,7 @@ LAYERS = (
     {"rollout", "trainer"},
     {"launch"},
     {"doctor", "monitor"},
-    {"serving"},
+    {"hub", "serving"},
     {"cli"},
     {"runs"},
     {"__main__"},

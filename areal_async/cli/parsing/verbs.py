@@ -263,11 +263,14 @@ VERBS = {
     ),
     "export": _verb(
         "export",
-        "write a checkpoint of a run as a plain Hugging Face folder",
+        "write a checkpoint of a run as a plain Hugging Face folder; or it, or trajectories, for the Hub, with a card",
         _RUN,
         _value("--version", "VERSION", "1-20, a step, best, last, or a tag (last)"),
         _value("--checkpoint", "VERSION", "the same"),
-        _value("--output", "DIR", "else model_<version> in the run's directory"),
+        _value("--output", "DIR", "a plain folder, without a card; else model_<version> in the run's directory"),
+        _flag("--trajectories", "for the Hub: a data set of what was trained up to that version, not the model"),
+        _value("--to", "DIR", "for the Hub: where the folder with the card is made; else hub/ in the run's directory"),
+        _value("--push", "OWNER/NAME", "upload that folder to the Hugging Face Hub; a new repository is private"),
     ),
     "promote": _verb(
         "promote",

@@ -144,7 +144,7 @@ def read_report(
         outcomes=_outcomes(lines, untrained),
         reasons=Counter(entry.error for entry in untrained if entry.error).most_common(12),
         settings=dump_settings(settings),
-        versions=_versions(),
+        versions=package_versions(),
     )
 
 
@@ -238,7 +238,8 @@ def _outcomes(lines: Sequence[Mapping[str, Any]], untrained: Sequence[Entry]) ->
     return [("trained", trained), *((name, count) for name, count in outcomes.most_common() if count)]
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Return what this program runs with: name -> version."""
     versions = {"areal_async": areal_async.__version__, "Python": platform.python_version()}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

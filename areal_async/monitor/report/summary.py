@@ -1,6 +1,7 @@
 """What a run came to: a few lines and ``reward.png``, from the files in its directory alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from areal_async.config.settings import Settings
 from areal_async.monitor.advice import advice
@@ -13,13 +14,14 @@ from areal_async.versions.evaluated import answers, failures, figure, kind
 
 NUM_EDGE_STEPS = 5
 """Steps at either end whose rewards are averaged."""
+PICTURE = "reward.png"
 
 PLACES = {
     "metrics.jsonl": "one line per step",
     "eval.jsonl": "one line per evaluation",
     "arms.jsonl": "what each arm has come to, one line now and then",
     "evaluations": "one line per answer to a held-out row",
-    "reward.png": "reward, evaluation and staleness per step",
+    PICTURE: "reward, evaluation and staleness per step",
     "model": "the trained model, a Hugging Face folder",
     "model_best": "that of the best checkpoint",
     "trajectories": "what was trained on, Parquet",
@@ -37,16 +39,21 @@ def summarise(settings: Settings) -> list[str]:
     evaluations = {workflow: last_per_step(part) for workflow, part in parts.items()}
     lines = []
     if steps:
-        curves = {f"{_label(part[-1])}, held out {name}".strip(): part for name, part in evaluations.items() if part}
-        write_picture(steps, curves, directory / "reward.png")
+        draw(steps, evaluations, directory / PICTURE)
         accuracies = [text for workflow, part in evaluations.items() for text in _accuracy_texts(workflow, part)]
         arms = {str(line.get("name")): line for line in read_json_lines(directory / FILE)}
         accuracies += [f"arm {name} {arm_text(line)}" for name, line in arms.items()]
-        lines = [_reward_text(steps), *accuracies, _time_text(steps), _tokens_text(steps)]
+        lines = [reward_text(steps), *accuracies, _time_text(steps), _tokens_text(steps)]
         lines += advice(steps, evaluations, settings)
     return lines + [
         f"{directory / name}: {sentence}" for name, sentence in PLACES.items() if (directory / name).exists()
     ]
+
+
+def draw(steps: Sequence[Line], evaluations: Mapping[str, Sequence[Line]], path: Path) -> None:
+    """Draw the curves of some steps, at least one, and of each task's evaluations, into a PNG file."""
+    curves = {f"{_label(part[-1])}, held out {name}".strip(): part for name, part in evaluations.items() if part}
+    write_picture(steps, curves, path)
 
 
 def last_per_step(evaluations: Sequence[Line]) -> list[Line]:
@@ -55,7 +62,8 @@ def last_per_step(evaluations: Sequence[Line]) -> list[Line]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _reward_text(steps: Sequence[Line]) -> str:
+def reward_text(steps: Sequence[Line]) -> str:
+    """Return the mean reward at either end of some steps."""
     rewards = [number(line, "reward_mean") for line in steps]
     first, last = rewards[:NUM_EDGE_STEPS], rewards[-NUM_EDGE_STEPS:]
     return f"reward: {mean(first):.3f} over the first {len(first)} steps, {mean(last):.3f} over the last {len(last)}"

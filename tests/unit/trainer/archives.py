@@ -91,7 +91,7 @@ def archive_step(
     """Archive the batch of one step; return its trajectories by position."""
     trajectories = {place: trajectory(step, place) for place in range(len(REWARDS))}
     cut = Cut(lineage=lineage, step=step, max_staleness=max_staleness, masks_stale=masks_stale, **more)
-    _archive_group(directory, cut, trajectories)
+    archive_group(directory, cut, trajectories)
     return trajectories
 
 
@@ -108,7 +108,7 @@ def archive_seen_rows(directory: Path, step: int, rows: list[TrainRow], *, linea
     start = Version(lineage, step - 1)
     trajectories = {row.index: _seen(row, start) for row in rows}
     images = {hashlib.sha256(one).hexdigest(): one for row in rows for one in row.images}
-    _archive_group(directory, Cut(lineage=lineage, step=step, max_staleness=2), trajectories, images=images)
+    archive_group(directory, Cut(lineage=lineage, step=step, max_staleness=2), trajectories, images=images)
     return rows
 
 
@@ -139,7 +139,7 @@ def _seen(row: TrainRow, version: Version) -> Trajectory:
     return Trajectory(slot=slot, sequences=[sequence])
 
 
-def _archive_group(
+def archive_group(
     directory: Path, cut: Cut, trajectories: dict[int, Trajectory], *, images: Mapping[str, bytes] | None = None
 ) -> None:
     archive_shard(
