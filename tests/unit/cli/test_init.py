@@ -46,7 +46,7 @@ def test_every_original_is_in_the_wheel(tmp_path: Path, monkeypatch: pytest.Monk
             (there := tmp_path / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
             there.symlink_to(path)
     here = {name: templates.files_of(one, "mine") for name, one in TEMPLATES.items()}
-    monkeypatch.setattr(templates, "PACKAGED", tmp_path)
+    monkeypatch.setattr(templates, "SHIPPED", tmp_path)
 
     assert {name: templates.files_of(one, "mine") for name, one in TEMPLATES.items()} == here
     (tmp_path / "rewards" / "math_answer.py").unlink()
