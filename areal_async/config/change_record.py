@@ -1,6 +1,5 @@
 """A run's own record of what people did to it, on its disk for good: ``orders.jsonl`` and ``changes.jsonl``."""
 
-import fcntl
 from pathlib import Path
 
 import msgspec
@@ -25,7 +24,6 @@ def record_change(run_directory: Path, event: RunOrdered | SettingChanged) -> No
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             if line not in file.readlines():
                 file.write(line)
