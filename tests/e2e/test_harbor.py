@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_rollback import assert_proved
-from tests.e2e.test_run import Run, assert_accounts, role_processes
+from tests.e2e.test_run import Run, assert_accounts, processes_with, role_processes
 from tests.unit.environments.harbor_tasks import HALF, make_tasks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.whole_runs]
@@ -35,20 +35,6 @@ def harbor_run(folder: Path, num_steps: int) -> Run:
     )  # fmt: skip
 
 
-def in_boxes() -> list[int]:
-    """The processes, of this host's, that an agent has left."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if MARK.encode() in words:
-                found.append(int(entry.name))
-    return found
-
-
 def test_a_node_killed_in_mid_task_tries_it_again_and_other_tasks_are_refused_later(tmp_path: Path) -> None:
     tasks = make_tasks(tmp_path / "tasks")
     run = harbor_run(tmp_path, 2)
@@ -63,7 +49,7 @@ def test_a_node_killed_in_mid_task_tries_it_again_and_other_tasks_are_refused_la
     assert_proved(run)
     assert {row["reward"] for row in run.trained} == {0.5, 1.0}
     assert all(0.5 <= line["reward_mean"] <= 1.0 and line["failed"] == 0 for line in run.lines)
-    assert (in_boxes(), role_processes(run, "node")) == ([], [])
+    assert (processes_with(MARK), role_processes(run, "node")) == ([], [])
 
     (tasks / "sum-04").rename(tasks / "sum-four")
     renamed = run.finish("--run.steps", "3", workflow=f"harbor:{tasks}")

@@ -158,6 +158,11 @@ def wait_until(is_so: Callable[[], bool], what: str, *, within_s: float = DEADLI
 
 
 def role_processes(run: Run, verb: str) -> list[int]:
+    return processes_with(verb, str(run.directory))
+
+
+def processes_with(*said: str) -> list[int]:
+    """The processes of this host that have all these words in their commands."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -165,7 +170,7 @@ def role_processes(run: Run, verb: str) -> list[int]:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if verb.encode() in words and str(run.directory).encode() in words:
+            if all(word.encode() in words for word in said):
                 found.append(int(entry.name))
     return found
 
