@@ -11,7 +11,6 @@ from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.monitor.output import check_place
 from areal_async.process.stdio import say
 from areal_async.protocol.types import Version
-from areal_async.trainer.output.archive_reader import archive_files
 from areal_async.trainer.output.checkpoint_retention import name_best
 from areal_async.versions.resolve import kept, resolve
 from areal_async.versions.tags import LAST
@@ -34,6 +33,8 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     option = "--version" if arguments.checkpoint is None else "--checkpoint"
     wanted = arguments.version or arguments.checkpoint or LAST
     if arguments.trajectories:
+        from areal_async.trainer.output.archive_reader import archive_files  # imported here: pyarrow takes a while
+
         there = archive_files(directory.path)
         _for_hub(arguments, directory, settings, resolve(directory.path, settings, wanted, option=option, among=there))
         return 0
