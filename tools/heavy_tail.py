@@ -3,8 +3,11 @@
 The draw is a function of the prompt alone, so two runs of one seed do the same work.
 """
 
+import itertools
+import math
 import random
 import zlib
+from collections import defaultdict
 
 import anyio
 
@@ -16,6 +19,13 @@ TAIL_EXPONENT = 1.1
 """Shape of the Pareto distribution: a few answers are many times as long as most."""
 TOOL_MEAN_S = 1.0
 SAME_TOKENS = 24
+MEDIAN_TOKENS = 20
+P99_TOKENS = 20 * MEDIAN_TOKENS
+"""Of the log-normal draw; its longest fit the tiny model's 512 positions beside the prompt."""
+SIGMA = math.log(P99_TOKENS / MEDIAN_TOKENS) / 2.3263
+MOST_TURNS = 6
+TURN_TOKENS = 12
+TURN_TOOL_S = 0.2
 
 
 def num_tokens(prompt: Prompt) -> int:
@@ -41,11 +51,38 @@ async def slow_tool(prompt: Prompt, policy: Policy) -> float:
     return await heavy_tail(prompt, policy)
 
 
+async def long_tail(prompt: Prompt, policy: Policy) -> float:
+    """Generate a log-normal number of tokens, of which one in a hundred is 20 times the median or more.
+
+    It is drawn for each trajectory of a group.
+    """
+    drawn = MEDIAN_TOKENS * random.Random(_key(prompt, next(_NTH[prompt.epoch, prompt.index]))).lognormvariate(0, SIGMA)
+    reply = await policy.complete(
+        prompt["question"], max_new_tokens=max(1, min(P99_TOKENS, round(drawn))), ignore_eos=True
+    )
+    return float(zlib.crc32(bytes(token % 256 for token in reply.token_ids)) % 2)
+
+
+async def turns(prompt: Prompt, policy: Policy) -> float:
+    """Talk to a tool for one to six turns, of which each waits for it."""
+    draw = random.Random(_key(prompt, next(_NTH[prompt.epoch, prompt.index])))
+    messages = [{"role": "user", "content": prompt["question"]}]
+    for _ in range(draw.randint(1, MOST_TURNS)):
+        reply = await policy.chat(messages, max_new_tokens=TURN_TOKENS, ignore_eos=True)
+        await anyio.sleep(draw.expovariate(1 / TURN_TOOL_S))
+        messages += [reply.message, {"role": "user", "content": "Go on."}]
+    return float(zlib.crc32(bytes(token % 256 for token in reply.token_ids)) % 2)
+
+
 async def same_length(prompt: Prompt, policy: Policy) -> float:
     """Generate the same number of tokens for every prompt."""
     reply = await policy.complete(prompt["question"], max_new_tokens=SAME_TOKENS, ignore_eos=True)
     return float(zlib.crc32(bytes(token % 256 for token in reply.token_ids)) % 2)
 
 
-def _key(prompt: Prompt) -> int:
-    return 1_000_003 * prompt.epoch + prompt.index
+_NTH: defaultdict[tuple[int, int], "itertools.count[int]"] = defaultdict(itertools.count)
+"""(epoch, row) -> which of its trajectories is next."""
+
+
+def _key(prompt: Prompt, nth: int = 0) -> int:
+    return 1_000_003 * prompt.epoch + prompt.index + 1_000_000_007 * nth
