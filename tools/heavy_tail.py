@@ -5,6 +5,7 @@ The draw is a function of the prompt alone, so two runs of one seed do the same 
 
 import itertools
 import math
+import os
 import random
 import zlib
 from collections import defaultdict
@@ -23,6 +24,8 @@ MEDIAN_TOKENS = 20
 P99_TOKENS = 20 * MEDIAN_TOKENS
 """Of the log-normal draw; its longest fit the tiny model's 512 positions beside the prompt."""
 SIGMA = math.log(P99_TOKENS / MEDIAN_TOKENS) / 2.3263
+JUMP = "AREAL_JUMP"
+"""Environment variable: the file from which on ``jumping`` is slow."""
 MOST_TURNS = 6
 TURN_TOKENS = 12
 TURN_TOOL_S = 0.2
@@ -61,6 +64,13 @@ async def long_tail(prompt: Prompt, policy: Policy) -> float:
         prompt["question"], max_new_tokens=max(1, min(P99_TOKENS, round(drawn))), ignore_eos=True
     )
     return float(zlib.crc32(bytes(token % 256 for token in reply.token_ids)) % 2)
+
+
+async def jumping(prompt: Prompt, policy: Policy) -> float:
+    """Answer, and wait for a tool that takes ten times as long from when there is a file; see JUMP."""
+    has_jumped = await anyio.Path(os.environ[JUMP]).exists()
+    await anyio.sleep(tool_s(prompt) * (1.0 if has_jumped else 0.1))
+    return await same_length(prompt, policy)
 
 
 async def turns(prompt: Prompt, policy: Policy) -> float:
