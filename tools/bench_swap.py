@@ -31,7 +31,7 @@ from areal_async.inference.commands import server_command
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.servers import ServerProcess
-from areal_async.inference.swap import swap
+from areal_async.inference.supervision.swap import swap
 from areal_async.process.gc_pauses import spare_pauses
 from areal_async.protocol.types import WeightsVersion
 

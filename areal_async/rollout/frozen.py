@@ -18,10 +18,10 @@ import structlog
 from areal_async.config.settings import PolicySettings, Settings
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.commands import choose_backend
-from areal_async.inference.fleet import Fleet
 from areal_async.inference.pool import ServerHandle
 from areal_async.inference.score_bias import needs_bias, write_with_bias
 from areal_async.inference.scoring import ScoringClient
+from areal_async.inference.supervision.fleet import Fleet
 from areal_async.process.hub import local_model
 from areal_async.rollout.named_policies import FrozenModel, FrozenReward
 from areal_async.rollout.policy.text import TextCodec, load_codec

@@ -18,8 +18,8 @@ from areal_async.bus import Bus
 from areal_async.config.settings import Settings
 from areal_async.errors import ConflictError, StreamFullError
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.fleet import Fleet
 from areal_async.inference.pool import ServerHandle
+from areal_async.inference.supervision.fleet import Fleet
 from areal_async.process.gc_pauses import spare_pauses
 from areal_async.protocol.run_state import LEFT, CardHold, FleetMembers, ServerState
 from areal_async.protocol.subjects import CARD

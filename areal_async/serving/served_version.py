@@ -18,8 +18,8 @@ from areal_async.config.settings import Settings
 from areal_async.errors import PipelineError, leaves_of
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.commands import NO_VERSION
-from areal_async.inference.fleet import Fleet
 from areal_async.inference.pool import ServerHandle
+from areal_async.inference.supervision.fleet import Fleet
 from areal_async.process.bell import Bell
 from areal_async.protocol.fields import is_version
 from areal_async.protocol.types import WeightsVersion

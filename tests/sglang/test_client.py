@@ -17,7 +17,7 @@ from areal_async.errors import ContextFull, GenerationError
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import KEPT_TOKENS, MIN_ROOM_TOKENS, ServerPool
-from areal_async.inference.swap import swap
+from areal_async.inference.supervision.swap import swap
 from areal_async.protocol.types import Turn, WeightsVersion
 from areal_async.vision.spec import VisionSpec
 from tests.sglang.relay import only_beginnings

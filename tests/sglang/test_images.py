@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from areal_async.inference.http import ServerApi
-from areal_async.inference.swap import swap as change
+from areal_async.inference.supervision.swap import swap as change
 from areal_async.protocol.types import WeightsVersion
 from areal_async.vision.images import take_image
 from areal_async.vision.spec import VisionSpec

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from areal_async.inference.http import ServerApi
-from areal_async.inference.swap import swap as in_place
+from areal_async.inference.supervision.swap import swap as in_place
 from areal_async.protocol.types import WeightsVersion
 from tests.sglang.test_client import client_of
 from tests.sglang.test_contract import LONG, assert_scored_by, swap

@@ -17,7 +17,7 @@ import torch
 from areal_async.errors import GenerationError
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.http import ServerApi
-from areal_async.inference.swap import swap as order_swap
+from areal_async.inference.supervision.swap import swap as order_swap
 from areal_async.protocol.types import Turn, WeightsVersion
 from tests.sglang.test_client import anyio_backend as anyio_backend
 from tests.sglang.test_client import client_of

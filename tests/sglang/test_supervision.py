@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from areal_async.config.settings import InferenceSettings, ModelSettings, Settings
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.fleet import Fleet
 from areal_async.inference.pool import ServerHandle
+from areal_async.inference.supervision.fleet import Fleet
 from areal_async.inference.weight_group import GLOO, WeightGroup, describe, flatten
 from areal_async.protocol.types import Turn, UpdateGroup, WeightsVersion
 from tests.sglang.conftest import find_sglang

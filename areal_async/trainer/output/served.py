@@ -9,7 +9,7 @@ from torch import Tensor
 from areal_async.config.settings import Settings
 from areal_async.errors import PipelineError
 from areal_async.inference.commands import choose_backend
-from areal_async.inference.deltas import write_delta
+from areal_async.inference.supervision.deltas import write_delta
 from areal_async.inference.weight_group import flatten, num_bytes
 from areal_async.protocol.types import ADAPTER, DISK, Version, WeightsVersion
 from areal_async.trainer.engine.host_copies import unpin_copies

@@ -26,8 +26,8 @@ from areal_async.inference.embedded.engine.weights import (
 )
 from areal_async.inference.http import ServerApi, make_client
 from areal_async.inference.pool import ServerPool
-from areal_async.inference.updates import FleetContext, Updater
-from areal_async.inference.verify import Verifier
+from areal_async.inference.supervision.updates import FleetContext, Updater
+from areal_async.inference.supervision.verify import Verifier
 from areal_async.protocol.types import ADAPTER, DISK, WeightsVersion
 from tests.unit.inference.embedded_engine import Server, prompt_of, reference_logprobs
 

@@ -64,7 +64,7 @@ async def test_a_server_gives_its_memory_back_for_a_step_and_takes_it_again() ->
 
 
 async def test_a_server_that_compiles_a_grammar_goes_on_until_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal_async.inference.updates.GRAMMAR_RETRY_S", 0.01)
+    monkeypatch.setattr("areal_async.inference.supervision.updates.GRAMMAR_RETRY_S", 0.01)
     async with serving_scene() as (scene, card):
         scene.fake.failing["/flush_cache"] = (400, {"message": "there are pending requests"})
         card.hear(held("1-1"))

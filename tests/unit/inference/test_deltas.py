@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from areal_async.errors import UserError
-from areal_async.inference import deltas
-from areal_async.inference.deltas import NUM_KEPT, SUFFIX, HostCopies, write_delta
 from areal_async.inference.faults import StagingFault
-from areal_async.inference.swap import Staging
+from areal_async.inference.supervision import deltas
+from areal_async.inference.supervision.deltas import NUM_KEPT, SUFFIX, HostCopies, write_delta
+from areal_async.inference.supervision.swap import Staging
 from areal_async.protocol.types import WeightsVersion
 
 NAME = "model.safetensors"

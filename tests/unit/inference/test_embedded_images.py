@@ -16,7 +16,7 @@ from areal_async.inference.embedded.engine.runner import ModelRunner
 from areal_async.inference.embedded.engine.weights import stage_weights
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import Checksums
-from areal_async.inference.verify import compare
+from areal_async.inference.supervision.verify import compare
 from areal_async.protocol.types import WeightsVersion
 from tests.unit.inference.embedded_engine import Server, prompt_of
 from tests.unit.inference.seeing_engine import (

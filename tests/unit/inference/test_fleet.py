@@ -16,9 +16,9 @@ from structlog.testing import capture_logs
 from areal_async.config.settings import InferenceSettings, ModelSettings, Settings
 from areal_async.errors import PipelineError, leaves_of
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.fleet import Fleet
 from areal_async.inference.pool import ServerHandle
-from areal_async.inference.supervisor import MAX_RESTARTS
+from areal_async.inference.supervision.fleet import Fleet
+from areal_async.inference.supervision.supervisor import MAX_RESTARTS
 from areal_async.protocol.types import Turn, WeightsVersion
 
 pytestmark = pytest.mark.anyio
@@ -196,7 +196,7 @@ async def test_server_that_hangs_while_it_says_it_is_healthy_is_fenced_killed_an
 async def test_server_that_is_killed_in_the_middle_of_an_update_is_said_to_have_been_killed(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_async.inference.supervisor.DYING_S", 100.0)  # on however busy a machine
+    monkeypatch.setattr("areal_async.inference.supervision.supervisor.DYING_S", 100.0)  # on however busy a machine
     async with yard_of(settings, tmp_path) as (yard, _):
         (server,) = await yard.serving("n0-0")
         await tell(server, "/fall")
@@ -214,7 +214,7 @@ async def test_server_that_is_killed_in_the_middle_of_an_update_is_said_to_have_
 async def test_server_that_dies_before_it_generates_anything_is_given_up_with_its_cause(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_async.inference.supervisor.FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr("areal_async.inference.supervision.supervisor.FIRST_BACKOFF_S", 0.001)
 
     async def kill_again_and_again() -> None:
         async with yard_of(settings, tmp_path) as (yard, client):

@@ -12,9 +12,9 @@ import pytest
 
 from areal_async.config.settings import InferenceSettings, ModelSettings, Settings
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.fleet import Fleet
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import ServerHandle, ServerPool
+from areal_async.inference.supervision.fleet import Fleet
 from areal_async.protocol.types import Turn, WeightsVersion
 
 pytestmark = pytest.mark.anyio

@@ -16,9 +16,9 @@ from areal_async.config.settings import InferenceSettings, ModelSettings, Settin
 from areal_async.errors import GenerationError, UserError
 from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.runner import load_runner
-from areal_async.inference.fleet import Fleet
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.scoring import ScoringClient
+from areal_async.inference.supervision.fleet import Fleet
 from tests.fakes.fake_sglang import FakeSglang
 from tests.unit.inference.test_frozen_fleet import only_server, process_of
 

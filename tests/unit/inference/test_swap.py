@@ -9,7 +9,7 @@ import pytest
 
 from areal_async.inference.faults import ServerFault, StagingFault
 from areal_async.inference.http import ServerApi, make_client
-from areal_async.inference.swap import Staging, abandon, swap, swap_by_broadcast
+from areal_async.inference.supervision.swap import Staging, abandon, swap, swap_by_broadcast
 from areal_async.protocol.types import TensorSpec, UpdateGroup, WeightsVersion
 from tests.fakes.fake_sglang import FakeSglang
 

@@ -13,8 +13,8 @@ from anyio import wait_all_tasks_blocked
 from areal_async.config.settings import InferenceSettings
 from areal_async.inference.http import ServerApi, make_client
 from areal_async.inference.pool import ServerHandle, ServerPool
-from areal_async.inference.updates import FleetContext, Updater
-from areal_async.inference.verify import Verifier
+from areal_async.inference.supervision.updates import FleetContext, Updater
+from areal_async.inference.supervision.verify import Verifier
 from areal_async.protocol.types import TensorSpec, UpdateGroup, WeightsVersion
 from tests.fakes.fake_sglang import FakeSglang
 
@@ -293,7 +293,7 @@ async def test_broadcast_whose_trainer_is_gone_is_missed_without_a_pause() -> No
 async def test_server_that_answers_nothing_any_more_is_given_up_with_both_causes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("areal_async.inference.swap.ABANDON_DEADLINE_S", 0.1)
+    monkeypatch.setattr("areal_async.inference.supervision.swap.ABANDON_DEADLINE_S", 0.1)
     fake = FakeSglang()
     async with scene_of(fake) as scene:
         scene.announce(on_disk("1-0"))

@@ -6,7 +6,7 @@ import pytest
 
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import Checksums, ServerApi, make_client
-from areal_async.inference.verify import Verifier, compare
+from areal_async.inference.supervision.verify import Verifier, compare
 from areal_async.protocol.types import WeightsVersion
 from tests.fakes.fake_sglang import FakeSglang
 

@@ -23,7 +23,7 @@ from areal_async.inference.embedded.engine.weights import (
     swap_weights,
 )
 from areal_async.inference.http import Checksums
-from areal_async.inference.verify import compare
+from areal_async.inference.supervision.verify import compare
 from areal_async.protocol.types import WeightsVersion
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.lora import peft_name

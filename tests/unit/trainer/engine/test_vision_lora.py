@@ -19,7 +19,7 @@ from areal_async.inference.embedded.engine.weights import (
 )
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import Checksums
-from areal_async.inference.verify import compare
+from areal_async.inference.supervision.verify import compare
 from areal_async.protocol.types import WeightsVersion
 from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.lora import is_adapter, peft_name

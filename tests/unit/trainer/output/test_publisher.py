@@ -19,7 +19,7 @@ from areal_async.bus import Bus, Role
 from areal_async.config.settings import InferenceSettings, Settings
 from areal_async.errors import PipelineError
 from areal_async.inference.faults import StagingFault
-from areal_async.inference.swap import Staging, check_files
+from areal_async.inference.supervision.swap import Staging, check_files
 from areal_async.inference.weight_group import GLOO
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.types import ADAPTER, DISK, UpdateGroup, Version, WeightsVersion

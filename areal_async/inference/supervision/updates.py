@@ -24,7 +24,7 @@ from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import TRANSPORT_ERRORS, ServerApi
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.servers import HEALTH_DEADLINE_S
-from areal_async.inference.swap import (
+from areal_async.inference.supervision.swap import (
     ORDER_DEADLINE_S,
     Staging,
     SwapTimes,
@@ -33,7 +33,7 @@ from areal_async.inference.swap import (
     swap,
     swap_by_broadcast,
 )
-from areal_async.inference.verify import Verifier
+from areal_async.inference.supervision.verify import Verifier
 from areal_async.process.bell import Bell
 from areal_async.protocol.types import ADAPTER, UpdateGroup, Version, WeightsVersion
 from areal_async.telemetry import spans, wait_graph

@@ -21,9 +21,9 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from areal_async.inference.deltas import HostCopies
 from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
+from areal_async.inference.supervision.deltas import HostCopies
 from areal_async.process.failpoints import failpoint
 from areal_async.protocol.types import DISK, WeightsVersion
 

@@ -17,7 +17,7 @@ from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import STARTING, ServerHandle
 from areal_async.inference.servers import HEALTH_DEADLINE_S, ServerProcess
-from areal_async.inference.updates import FleetContext, Updater
+from areal_async.inference.supervision.updates import FleetContext, Updater
 
 HEALTH_INTERVAL_S = 5.0
 RECHECK_S = 1.0

@@ -9,7 +9,7 @@ version, believed for naming it, vouches for what the others must show.
 
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import Checksums, ServerApi
-from areal_async.inference.swap import check_version
+from areal_async.inference.supervision.swap import check_version
 from areal_async.protocol.types import WeightsVersion
 from areal_async.vision.names import plain_name
 

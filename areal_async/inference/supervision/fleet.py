@@ -16,15 +16,15 @@ import structlog
 
 from areal_async.config.settings import Settings
 from areal_async.inference.commands import NO_VERSION, has_sha256, server_command
-from areal_async.inference.deltas import HostCopies
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi, make_client
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.servers import ServerProcess
-from areal_async.inference.supervisor import ServerSupervisor
-from areal_async.inference.swap import Staging
-from areal_async.inference.updates import FleetContext
-from areal_async.inference.verify import Verifier
+from areal_async.inference.supervision.deltas import HostCopies
+from areal_async.inference.supervision.supervisor import ServerSupervisor
+from areal_async.inference.supervision.swap import Staging
+from areal_async.inference.supervision.updates import FleetContext
+from areal_async.inference.supervision.verify import Verifier
 from areal_async.protocol.run_state import LEFT
 from areal_async.protocol.types import WeightsVersion
 
