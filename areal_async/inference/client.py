@@ -18,12 +18,13 @@ import structlog
 from areal_async.config.settings import InferenceSettings
 from areal_async.errors import ContextFull, GenerationError
 from areal_async.inference.call_parser import EngineCallParser
-from areal_async.inference.commands import DETERMINISTIC, draws_by_seed
+from areal_async.inference.commands import DETERMINISTIC, choose_backend, draws_by_seed
 from areal_async.inference.completion import Completion
 from areal_async.inference.faults import ServerFault, SilenceFault
 from areal_async.inference.http import StreamClient, StreamTransport, make_client
 from areal_async.inference.pool import KEPT_TOKENS, MIN_ROOM_TOKENS, ServerHandle, ServerPool
 from areal_async.inference.request import check_token_ids
+from areal_async.inference.siblings import Prefill, current_group, lead_or_wait
 from areal_async.inference.streams import TokenStreams
 from areal_async.protocol.types import Turn
 from areal_async.telemetry import spans
@@ -64,6 +65,7 @@ class InferenceClient:
         self._settings = settings
         self._vocab_size = vocab_size
         self._draws_by_seed = draws_by_seed(settings)
+        self._holds_siblings = choose_backend(settings) == "sglang"  # the embedded engine joins equal prompts itself
         self._generation = StreamClient(StreamTransport(max_connections=max_streams))
         self.administration = make_client(max_connections=NUM_ADMIN_CONNECTIONS)
         self._streams = TokenStreams(self._generation, self.administration, settings, pool.clock)
@@ -131,15 +133,23 @@ class InferenceClient:
         cost_tokens = len(completion.prompt_ids) + completion.num_tokens_left
         num_fruitless = 0
         cause = ""
+        group = current_group()
+        is_held_back = group is not None and preferred is None and self._holds_siblings
         while num_fruitless < MAX_FRUITLESS_STREAMS:
-            server = preferred = await self.pool.choose(preferred, cost_tokens=cost_tokens)
+            server = preferred = await self.pool.choose(preferred, cost_tokens=cost_tokens, group=group)
             num_furthest_before = completion.num_furthest
             is_faulty = False
+            prefill: Prefill | None = None
             try:
+                if group is not None and is_held_back:
+                    is_held_back = False
+                    prefill = await lead_or_wait(group, server, completion.prompt_ids)
+                    if not server.is_serviceable or server.is_held:  # any more
+                        continue
                 _fit(completion, server)
                 if completion.finish_reason:  # resumed where what was received has filled the context
                     return completion.turn(), server
-                await self._streams.receive(server, completion)
+                await self._streams.receive(server, completion, on_begun=prefill.begin if prefill is not None else None)
             except ServerFault as exc:
                 is_faulty = True
                 cause = f"{type(exc.__cause__).__name__}: {exc}" if exc.__cause__ else str(exc)
@@ -148,7 +158,9 @@ class InferenceClient:
                 spans.note_break(server.id, kind, cause, num_tokens=len(completion.output_ids))
                 self.pool.cast_doubt(server, cause, is_silent=isinstance(exc, SilenceFault))
             finally:
-                self.pool.release(server, cost_tokens=cost_tokens)
+                if prefill is not None:
+                    prefill.end()
+                self.pool.release(server, cost_tokens=cost_tokens, group=group)
             completion.end_stream()
             if completion.finish_reason:
                 return completion.turn(), server

@@ -69,6 +69,8 @@ class MetaInfo(msgspec.Struct, gc=False):
     finish_reason: FinishReason | None = None
     prompt_tokens: int | None = None
     """Tokens of this request's prompt, each image with as many as the server sees in it."""
+    cached_tokens: int = 0
+    """Those of the prompt that it did not have to compute."""
     completion_tokens: int | None = None
     """Output tokens of this request so far, in all events together."""
     output_token_logprobs: list[tuple[Logprob, int, Any]] | None = None
@@ -143,6 +145,10 @@ class Completion:
         self._oldest: Version | None = None
         self._server: ServerHandle
         self._stream_start = 0
+        self.num_prompt_tokens = 0
+        """Tokens of the prompts that servers have answered, over all streams."""
+        self.num_cached_tokens = 0
+        """Those of them that servers had in their caches, as they say."""
         self._stamped: list[tuple[Version, int, int]] = []
         self._stamp = Version(0, 0)
         self._last_meta: MetaInfo | None = None
@@ -252,6 +258,8 @@ class Completion:
         Raises:
             GenerationError: the server refused the request, or its spans do not cover what it sent.
         """
+        if self._last_meta is not None:
+            self._count_prompt(self._last_meta)
         reason = self._last_meta.finish_reason if self._last_meta else None
         is_finished = reason is not None and reason.type != "abort"
         exact = self._exact_spans(is_finished=is_finished)
@@ -281,7 +289,17 @@ class Completion:
             is_steered=is_steered(self._params),
             top_logprobs=self.top_logprobs if BESIDE in self._params else None,
             images=[ref_of(image) for image in self.images],
+            prompt_tokens=self.num_prompt_tokens,
+            cached_tokens=self.num_cached_tokens,
         )
+
+    def _count_prompt(self, meta: MetaInfo) -> None:
+        num_prompt_tokens = len(self.prompt_ids) + self._stream_start
+        num_cached_tokens = min(max(0, meta.cached_tokens), num_prompt_tokens)
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_cached_tokens += num_cached_tokens
+        self._server.num_prompt_tokens += num_prompt_tokens
+        self._server.num_cached_tokens += num_cached_tokens
 
     def _check_images(self, meta: MetaInfo) -> None:
         """Hold the server's count of the prompt against ours: another one means that it has resized what it was sent.

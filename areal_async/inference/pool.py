@@ -1,14 +1,17 @@
 """The servers that requests may go to, and which one takes the next.
 
 Invariants: a server is chosen only while it holds an announced weights version and nobody doubts it, and has at
-most ``limit`` requests; the others wait here, first come, first served, and none waits while there is a place. Who
-may change what: the fleet adds and removes; the supervisor admits, fences and limits; a failed request only casts
-doubt, and the supervisor asks the server itself.
+most ``limit`` requests; the others wait here, first come, first served, and none waits while there is a place. A
+conversation stays with its server, and siblings go where the first of them went, unless what others have there is more
+than ``MAX_IMBALANCE`` times the mean load. Who may change what: the fleet adds and removes; the supervisor admits,
+fences and limits; a failed request only casts doubt, and the supervisor asks the server itself.
 """
 
 import asyncio
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -17,6 +20,11 @@ from areal_async.process.bell import Bell
 from areal_async.process.pausable_clock import PausableClock
 from areal_async.telemetry import wait_graph
 
+if TYPE_CHECKING:
+    from areal_async.inference.siblings import Prefill
+
+MAX_IMBALANCE = 1.15
+"""Load of a server, over the mean of all, up to which it is preferred for what it has in its cache."""
 MIN_ROOM_TOKENS = 7
 """SGLang, and the embedded engine as it does, refuses a prompt that leaves less of the context than this."""
 KEPT_TOKENS = 2
@@ -54,12 +62,18 @@ class ServerHandle:
     doubted: anyio.Event = field(default_factory=anyio.Event)
     outstanding_tokens: int = 0
     """Prompt and largest possible answer of the requests it has."""
+    total_tokens: int = 0
+    """The same of all that it ever had; among servers that are equally loaded, the one that had least is next."""
     num_requests: int = 0
     limit: int = sys.maxsize
     """Requests it is sent at once."""
     context_tokens: int | None = None
     """Longest prompt and answer together; ``None`` where it has not said."""
     num_generated_tokens: int = 0
+    num_prompt_tokens: int = 0
+    """Tokens of the prompts that it has answered."""
+    num_cached_tokens: int = 0
+    """Those of them that it had in its cache, as it says."""
     num_first_tokens: int = 0
     """Streams that have given a token."""
     first_token_total_s: float = 0.0
@@ -74,6 +88,8 @@ class ServerHandle:
     """As ``ServerState.card``."""
     is_held: bool = False
     """It changes its weights in place; what was sent to it now would run on what is left of the old ones."""
+    prefilling: set[asyncio.Event] = field(default_factory=set)
+    """What requests wait for that are held back for their siblings' sake (``siblings``)."""
 
     @property
     def is_serviceable(self) -> bool:
@@ -82,6 +98,22 @@ class ServerHandle:
     @property
     def has_place(self) -> bool:
         return self.is_serviceable and not self.is_held and self.num_requests < self.limit
+
+
+@dataclass(eq=False, slots=True)
+class SiblingGroup:
+    """What the requests of one group have in common."""
+
+    server: ServerHandle | None = None
+    """Where the last one went that did not go on with a conversation there."""
+    outstanding_tokens: Counter[ServerHandle] = field(default_factory=Counter)
+    """Theirs of ``ServerHandle.outstanding_tokens``."""
+    prefill: "Prefill | None" = None
+    """The first of them at ``server``."""
+
+
+Wanted = tuple[ServerHandle | None, int, SiblingGroup | None]
+"""The preferred server, the tokens that a place is for, and whose they are."""
 
 
 class ServerPool:
@@ -94,8 +126,8 @@ class ServerPool:
         self._deadline_s = deadline_s
         self._num_tokens_of_gone = 0
         self._changed = Bell()
-        self._waiters: dict[asyncio.Future[ServerHandle], tuple[ServerHandle | None, int]] = {}
-        """Who waits for a place, first come first, with the preferred server and the tokens it is for."""
+        self._waiters: dict[asyncio.Future[ServerHandle], Wanted] = {}
+        """Who waits for a place, first come first."""
 
     @property
     def num_waiting(self) -> int:
@@ -130,11 +162,13 @@ class ServerPool:
         server.url, server.version = url, version
         server.fence = server.doubt = server.unreadable = server.missed = ""
         server.is_held = server.wants_weights = server.is_silent = False
+        _end_holds(server)
         self._notify()
 
     def hold(self, server: ServerHandle) -> None:
         """Keep new requests back, until the server is admitted with another version."""
         server.is_held = True
+        _end_holds(server)
 
     def fence(self, server: ServerHandle, reason: str) -> None:
         """Send nothing more to this server, until it is admitted again."""
@@ -142,6 +176,7 @@ class ServerPool:
         if reason != STARTING:
             server.failure = reason
         server.is_held = server.wants_weights = server.is_silent = False
+        _end_holds(server)
         self._notify()
 
     def cast_doubt(self, server: ServerHandle, reason: str, *, is_silent: bool = False) -> None:
@@ -150,6 +185,7 @@ class ServerPool:
         if server.is_serviceable:
             server.doubt = reason
             server.doubted.set()
+            _end_holds(server)
 
     def clear_doubt(self, server: ServerHandle) -> None:
         """Go on using a server that was doubted and is well."""
@@ -163,19 +199,23 @@ class ServerPool:
         server.limit = limit
         self._call_waiters()
 
-    async def choose(self, preferred: ServerHandle | None = None, *, cost_tokens: int = 0) -> ServerHandle:
-        """Take a place on the preferred server while it has one, else on the least loaded; wait while there is none.
+    async def choose(
+        self, preferred: ServerHandle | None = None, *, cost_tokens: int = 0, group: SiblingGroup | None = None
+    ) -> ServerHandle:
+        """Take a place on the preferred server, else the group's, else the least loaded; wait while there is none.
 
-        Give the place back with ``release``.
+        A server that has no place is passed over, and so is one on which others' load is more than ``MAX_IMBALANCE``
+        times the mean. Give the place back with ``release``.
 
         Raises:
             GenerationError: no server was serviceable when the deadline was over. The wait for a place has no
                 deadline here; the caller's episode has.
         """
-        server = None if self._waiters else self._take(preferred, cost_tokens)
+        wanted = preferred, cost_tokens, group
+        server = None if self._waiters else self._take(*wanted)
         while server is None:
             place: asyncio.Future[ServerHandle] = asyncio.get_running_loop().create_future()
-            self._waiters[place] = preferred, cost_tokens
+            self._waiters[place] = wanted
             try:
                 with wait_graph.on(wait_graph.server(self._name_one(preferred)), "a place on"):
                     await self._wait(place)
@@ -183,13 +223,15 @@ class ServerPool:
             finally:
                 self._waiters.pop(place, None)
                 if place.done() and server is None:  # its server was fenced since, or who waited was cancelled
-                    self.release(place.result(), cost_tokens=cost_tokens)
+                    self.release(place.result(), cost_tokens=cost_tokens, group=group)
         return server
 
-    def release(self, server: ServerHandle, *, cost_tokens: int = 0) -> None:
-        """Give a place back, with the ``cost_tokens`` it was taken for."""
+    def release(self, server: ServerHandle, *, cost_tokens: int = 0, group: SiblingGroup | None = None) -> None:
+        """Give a place back, with the ``cost_tokens`` and the group it was taken for."""
         server.num_requests -= 1
         server.outstanding_tokens -= cost_tokens
+        if group is not None:
+            group.outstanding_tokens[server] -= cost_tokens
         if server.fence and not server.num_requests:
             self._notify()
         else:
@@ -220,15 +262,29 @@ class ServerPool:
         named = preferred or min(self.servers.values(), key=lambda one: one.outstanding_tokens, default=None)
         return named.id if named is not None else "of this node"
 
-    def _take(self, preferred: ServerHandle | None, cost_tokens: int) -> ServerHandle | None:
-        server = preferred
-        if server is None or not server.has_place:
-            candidates = (one for one in self.servers.values() if one.has_place)
-            server = min(candidates, key=lambda one: one.outstanding_tokens, default=None)
+    def _take(
+        self, preferred: ServerHandle | None, cost_tokens: int, group: SiblingGroup | None
+    ) -> ServerHandle | None:
+        server = preferred or (group.server if group is not None else None)
+        if server is None or not server.has_place or self._is_ahead(server, group):
+            free = (one for one in self.servers.values() if one.has_place)
+            server = min(free, key=lambda one: (one.outstanding_tokens, one.total_tokens), default=None)
         if server is not None:
             server.num_requests += 1
             server.outstanding_tokens += cost_tokens
+            server.total_tokens += cost_tokens
+            if group is not None:
+                group.outstanding_tokens[server] += cost_tokens
+                if server is not preferred:
+                    group.server = server
         return server
+
+    def _is_ahead(self, server: ServerHandle, group: SiblingGroup | None) -> bool:
+        """Say whether others' load on a server is too far above the mean; a group alone is never torn apart."""
+        own = group.outstanding_tokens if group is not None else Counter[ServerHandle]()
+        serving = [one for one in self.servers.values() if one.is_serviceable and not one.is_held]
+        others_tokens = sum(one.outstanding_tokens - own[one] for one in serving)
+        return (server.outstanding_tokens - own[server]) * len(serving) > MAX_IMBALANCE * others_tokens
 
     def _call_waiters(self) -> None:
         while self._waiters:
@@ -242,3 +298,9 @@ class ServerPool:
     def _notify(self) -> None:
         self._changed.ring()
         self._call_waiters()
+
+
+def _end_holds(server: ServerHandle) -> None:
+    """Let requests go that wait for a sibling's first token there."""
+    while server.prefilling:
+        server.prefilling.pop().set()

@@ -8,6 +8,7 @@ the code that runs for every event of every stream. Whatever a server sends, it 
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 
 import anyio
@@ -69,8 +70,13 @@ class TokenStreams:
         self._settings = settings
         self._clock = clock
 
-    async def receive(self, server: ServerHandle, completion: Completion) -> None:
+    async def receive(
+        self, server: ServerHandle, completion: Completion, *, on_begun: Callable[[], None] | None = None
+    ) -> None:
         """Receive as much of the completion as one stream gives.
+
+        Args:
+            on_begun: called at the stream's first token.
 
         Raises:
             SilenceFault: the server has given no token to anybody since the last event, until that one's deadline.
@@ -95,7 +101,7 @@ class TokenStreams:
         is_over = False
         try:
             with wait_graph.on(wait_graph.server(server.id), "a stream on") as wait:
-                await self._receive(server, msgspec.json.encode(body), completion, wait)
+                await self._receive(server, msgspec.json.encode(body), completion, wait, on_begun)
             is_over = True
         except TRANSPORT_ERRORS as exc:
             raise ServerFault(str(exc) or "connection lost") from exc
@@ -103,7 +109,14 @@ class TokenStreams:
             if not is_over:
                 await self._abort(server, request_id)
 
-    async def _receive(self, server: ServerHandle, body: bytes, completion: Completion, wait: Wait) -> None:
+    async def _receive(
+        self,
+        server: ServerHandle,
+        body: bytes,
+        completion: Completion,
+        wait: Wait,
+        on_begun: Callable[[], None] | None,
+    ) -> None:
         splitter = EventSplitter()
         is_over = False
         now_s = asyncio.get_running_loop().time
@@ -129,6 +142,8 @@ class TokenStreams:
                         wait.moved()
                         if is_silent and len(completion.output_ids) > num_before:
                             is_silent = False
+                            if on_begun is not None:
+                                on_begun()
                             server.num_first_tokens += 1
                             server.first_token_total_s += time.monotonic() - asked_s
                         num_tokens_of_all = server.num_generated_tokens

@@ -17,6 +17,8 @@ MAX_CREDITS = 256
 """Replies of one trajectory that are credited one by one; the headers of a message hold them all."""
 OWN_INFO = "rollout/"
 """Begins the names of the numbers that every trajectory brings along by itself, beside those of its workflow."""
+PROMPT_TOKENS, CACHED_TOKENS = "prompt_tokens", "cached_tokens"
+"""Keys below ``OWN_INFO``: ``Turn.prompt_tokens`` and ``Turn.cached_tokens``, summed over a trajectory."""
 MAX_INFO_KEYS = 64
 """Numbers that a workflow brings along in one trajectory (``policy.info``)."""
 MAX_INFO = 1e30

@@ -1,8 +1,7 @@
 """The stations on the road from a row to a gradient, and the records that account for them.
 
-Every one is an immutable struct that can cross a process boundary (``wire``); the arrays of a ``Sequence`` are the
-only large part. One word for one thing: these names are used in code, logs, metrics and documents alike.
-What a field may hold stands in its type (``fields``) and is checked where a record is decoded.
+Every one is an immutable struct that can cross a process boundary (``wire``). One word for one thing: these names are
+used in code, logs, metrics and documents alike. What a field may hold stands in its type (``fields``).
 """
 
 from collections.abc import Mapping
@@ -162,6 +161,9 @@ class Turn(Record, frozen=True, kw_only=True):
     """The likeliest tokens at each position, as ``Reply.top_logprobs``; for the workflow alone, never stored."""
     images: list[ImageRef] = []
     """Those in the prompt, in the order of their tokens."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens that servers had in their caches, as they say, of the ``prompt_tokens`` of its streams."""
 
 
 class Sequence(Record, frozen=True, kw_only=True, eq=False):
@@ -175,15 +177,13 @@ class Sequence(Record, frozen=True, kw_only=True, eq=False):
     versions: NDArray[np.int64]
     """``Version.pack()``; ``NOT_SAMPLED`` where ``loss_mask`` is False."""
     turns: NDArray[np.int16] | None = None
-    """Which of the slot's credits each token belongs to, from 0; ``NOT_CREDITED`` for the others, which are not
-    trained. None where the slot has no credits: one reward is for all of it."""
+    """Which of the slot's credits each token belongs to, from 0, or ``NOT_CREDITED``; None where the slot has none."""
     temperatures: NDArray[np.float32] | None = None
     """``Turn.temperature`` of each sampled token, anything elsewhere. None where it is the run's."""
     steered: NDArray[np.bool_] | None = None
     """True on sampled tokens of turns that were (``Turn.is_steered``). None where there are none."""
     images: list[ImageRef] | None = None
-    """Those whose tokens are in ``token_ids``, in their order; one that is shown twice stands here twice. None where
-    there are none."""
+    """Those whose tokens are in ``token_ids``, in their order, one that is shown twice twice; None without any."""
 
     @property
     def num_tokens(self) -> int:

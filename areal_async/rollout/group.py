@@ -16,6 +16,7 @@ import structlog
 from areal_async.bus import Delivery
 from areal_async.config.settings import MESSAGE_BYTES
 from areal_async.errors import PipelineError, WireError
+from areal_async.inference.pool import SiblingGroup
 from areal_async.process.failpoints import failpoint
 from areal_async.protocol.types import StoredMessage, Ticket
 from areal_async.protocol.wire import decode_headers
@@ -92,6 +93,7 @@ class GroupRun:
         self._ticket = ticket
         self._prompt = msgspec.structs.replace(ticket.prompt, row=row)
         self._siblings = siblings
+        self._requests = SiblingGroup()
         self._workflow = node.workflow(ticket.workflow, node.now)
         self._producer = f"{node.node_id}.{secrets.token_hex(4)}"
         self._outbox = Outbox(
@@ -155,6 +157,7 @@ class GroupRun:
                     for slot in slots
                 ]
                 for policy in policies:
+                    policy.record.siblings = self._requests
                     policy.record.refuses_truncation = not workflow.rollout.accept_truncation_bias
                 call = WorkflowCall(workflow, policies, work=self._work(slots[0], name), clock=self._node.clock)
                 trajectories = await call.fill(self._prompt, slots)

@@ -22,7 +22,8 @@ NUM_INTERVALS = 10
 """Over which the time to a first token is a mean; streams begin less often than tokens come."""
 
 _SERVER_FIELDS = (
-    "version", "num_requests", "limit", "outstanding_tokens", "num_generated_tokens", "num_first_tokens", "num_swaps",
+    "version", "num_requests", "limit", "outstanding_tokens", "num_generated_tokens", "num_prompt_tokens",
+    "num_cached_tokens", "num_first_tokens", "num_swaps",
 )  # fmt: skip
 """Told as they are."""
 

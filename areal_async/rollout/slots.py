@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from areal_async.config.settings import MAX_CREDIT_BYTES
 from areal_async.errors import Reject, RolloutError, WorkflowError
-from areal_async.protocol.fields import MAX_IMAGES, MAX_INFO, MAX_INFO_KEYS, OWN_INFO, is_info_key
+from areal_async.protocol.fields import (
+    CACHED_TOKENS,
+    MAX_IMAGES,
+    MAX_INFO,
+    MAX_INFO_KEYS,
+    OWN_INFO,
+    PROMPT_TOKENS,
+    is_info_key,
+)
 from areal_async.protocol.types import (
     ReplyReward,
     Sequence,
@@ -144,6 +152,11 @@ def _own_info(policy: RecordingPolicy, sequences: list[Sequence]) -> dict[str, f
         "num_sequences": float(len(sequences)),
         "num_breaks": float(record.num_breaks),
     }
+    if prompt_tokens := sum(turn.prompt_tokens for turn in record.turns):  # servers have counted
+        info |= {
+            PROMPT_TOKENS: float(prompt_tokens),
+            CACHED_TOKENS: float(sum(turn.cached_tokens for turn in record.turns)),
+        }
     if record.num_tool_calls is not None:
         info |= {"num_tool_calls": float(record.num_tool_calls), "num_tool_errors": float(record.num_tool_errors)}
     if record.num_tool_calls:

@@ -8,6 +8,7 @@ import anyio
 
 from areal_async.errors import ContextFull
 from areal_async.inference.pool import ServerHandle
+from areal_async.inference.siblings import requests_of
 from areal_async.protocol.types import Turn
 from areal_async.rollout.policy.replies import ReplyRecord
 from areal_async.rollout.policy.text import ContextRoom
@@ -59,7 +60,7 @@ class SeededGenerator:
 
 
 class TurnGenerator:
-    """Has the turns of one policy generated, by the server that has the beginning of their prompt in its cache."""
+    """Has the turns of one policy generated, by a server that has the beginning of their prompt in its cache."""
 
     def __init__(self, generator: Generator, record: ReplyRecord) -> None:
         self.server: ServerHandle | None = None
@@ -101,7 +102,7 @@ class TurnGenerator:
             own = params
             if number and "sampling_seed" in params:  # else all would be the same
                 own = {**params, "sampling_seed": params["sampling_seed"] + number}
-            with unscoped():
+            with unscoped(), requests_of(self._record.siblings):
                 turns[number], self.server = await self._generator.generate(
                     prompt_ids, own, preferred=preferred, on_tokens=on_tokens, images=images
                 )

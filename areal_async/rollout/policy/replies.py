@@ -8,7 +8,7 @@ import msgspec
 from areal_async.api import Reply, ToolCall
 from areal_async.errors import WorkflowError
 from areal_async.inference.call_parser import EngineCallParser
-from areal_async.inference.pool import ServerHandle
+from areal_async.inference.pool import ServerHandle, SiblingGroup
 from areal_async.protocol.types import Turn
 from areal_async.rollout.policy.conversation import RecordedReply, RenderedPrompt
 from areal_async.rollout.policy.messages import reply_message
@@ -37,6 +37,8 @@ class ReplyRecord:
     """What a trainer can pack: no answer goes beyond it. None where nothing is trained."""
     refuses_truncation: bool = False
     """Its tokens are trained, and nobody has accepted the bias of those that were cut away."""
+    siblings: SiblingGroup | None = None
+    """The group whose requests its own are; None where it has no siblings."""
 
 
 class ReplyRecorder:

@@ -78,6 +78,8 @@ SERVER = (
     Field("limit", "areal_server_requests_limit", "Completions that it is given at the most."),
     Field("outstanding_tokens", "areal_server_outstanding_tokens", "Tokens that its completions may take yet."),
     Field("num_generated_tokens", "areal_server_generated_tokens_total", "Tokens it has generated."),
+    Field("num_prompt_tokens", "areal_server_prompt_tokens_total", "Tokens of the prompts that it has answered."),
+    Field("num_cached_tokens", "areal_server_cached_tokens_total", "Those of them that it had in its cache."),
     Field("num_first_tokens", "areal_server_first_tokens_total", "Streams that have given a token."),
     Field(
         "first_token_total_s",
@@ -116,6 +118,8 @@ STEP = {
     "num_trajectories": "Trajectories in the newest step.",
     "num_tokens": "Trained tokens of the newest step.",
     "output_tokens_mean": "Mean length of its answers, in tokens.",
+    "prompt_tokens": "Tokens of the prompts that servers were sent for it.",
+    "cached_tokens": "Those of them that servers had in their caches.",
     "truncated_share": "Share of its answers that were cut off.",
     "staleness_mean": "Mean age of its tokens, in versions.",
     "staleness_max": "Largest age of its tokens, in versions.",

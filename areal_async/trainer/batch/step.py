@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from areal_async.algorithms.advantages import AdvantageRule, advantage_rule
 from areal_async.algorithms.credit import has_differing_replies, sibling_of
 from areal_async.config.settings import Settings
-from areal_async.protocol.fields import OWN_INFO
+from areal_async.protocol.fields import CACHED_TOKENS, OWN_INFO, PROMPT_TOKENS
 from areal_async.protocol.types import Cut, Metrics, Trajectory, Version
 from areal_async.trainer.batch.advantages import outcome_advantages
 from areal_async.trainer.batch.payloads import BatchSlot, SlotKey, by_group
@@ -154,6 +154,7 @@ def batch_metrics(
         **_staleness_histogram(ages),
         **_age_means(batch, age),
         **_task_means(batch, workflows if len(workflows) > 1 else ()),
+        **_prompt_totals([shard.info for shard in shards]),
         **_info_means([shard.info for shard in shards]),
     }
 
@@ -184,6 +185,15 @@ def _task_means(batch: AgreedBatch, workflows: Iterable[str]) -> dict[str, float
         if own:
             means[f"reward/{workflow}"] = float(np.mean([slot.header.reward for slot in own]))
     return means
+
+
+def _prompt_totals(infos: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, int]:
+    """Return the tokens of the prompts behind a batch, and how many servers had in their caches; none if unknown."""
+    return {
+        name: int(sum(info[key][0] for info in infos if key in info))
+        for name in (PROMPT_TOKENS, CACHED_TOKENS)
+        if any((key := f"{OWN_INFO}{name}") in info for info in infos)
+    }
 
 
 def _info_means(infos: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, float]:

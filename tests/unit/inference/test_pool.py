@@ -26,7 +26,7 @@ async def test_least_loaded_server_takes_a_new_trajectory() -> None:
 
 
 async def test_trajectory_stays_with_its_server_while_it_serves() -> None:
-    pool, servers = pool_of(30, 10)
+    pool, servers = pool_of(11, 10)
 
     assert await pool.choose(servers[0]) is servers[0]
     pool.fence(servers[0], "broken")

@@ -237,3 +237,14 @@ def test_metrics_of_workflows_are_averaged_over_the_trajectories_that_have_them_
 
     averaged = {key: value for key, value in line.items() if key.startswith(("info/", "rollout/"))}
     assert averaged == {"info/ok": 1.0, "info/tries": 2.0, "rollout/num_turns": 2.0}
+    assert "prompt_tokens" not in line, "no server has counted"
+
+
+def test_prompts_tokens_are_totals_of_the_step() -> None:
+    batch = agree_on_batch(slots_of(_cut([0, 1], [1, 1])), [], AdvantageRule())
+    infos = [{"rollout/prompt_tokens": 2000.0, "rollout/cached_tokens": cached} for cached in (0.0, 1999.0)]
+
+    line = batch_metrics(batch, [ShardStats(ages=AgeStats(), info=add_up_info([one])) for one in infos])
+
+    assert (line["prompt_tokens"], line["cached_tokens"]) == (4000, 1999)
+    assert (line["rollout/prompt_tokens"], line["rollout/cached_tokens"]) == (2000.0, 999.5)
