@@ -94,17 +94,17 @@ class Figures:
         return 1e3 * ordered[int(quantile * (len(ordered) - 1))]
 
 
-def write_script(codec: TextCodec, num_turns: int) -> Script:
+def write_script(codec: TextCodec, num_turns: int, reply_tokens: int = REPLY_TOKENS) -> Script:
     """Return what the server says: replies of one length, all but the last with a call."""
     end_id = codec.stop_token_ids[0]
     call, words = codec.encode(CALL), codec.encode(WORDS)
 
     def filled(tail: list[int]) -> list[int]:
-        num_words = REPLY_TOKENS - len(tail) - 1
+        num_words = reply_tokens - len(tail) - 1
         return [*(words * (num_words // len(words) + 1))[:num_words], *tail, end_id]
 
     call_ids = filled(call)
-    texts = [codec.decode(call_ids[start : start + EVENT_TOKENS]) for start in range(0, REPLY_TOKENS, EVENT_TOKENS)]
+    texts = [codec.decode(call_ids[start : start + EVENT_TOKENS]) for start in range(0, reply_tokens, EVENT_TOKENS)]
     # a question, then an answer and a tool's in each turn; the template writes the tools' schemas as a message more
     return Script(
         call_ids=call_ids, last_ids=filled([]), texts=texts, end_id=end_id, num_messages=2 * num_turns - 1,
