@@ -61,7 +61,7 @@ class ReplyRecorder:
 
     async def parse(self, turn: Turn, rendered: RenderedPrompt | None, *, server: ServerHandle | None = None) -> Parsed:
         """Take a reply apart where the model was given tools; ``server`` is the one to ask, where one is asked."""
-        if rendered is None or not (rendered.tools or self._has_channels):
+        if rendered is None or self._is_plain(rendered):
             return Parsed(self._codec.decode(turn.output_ids), [])
         written = self._codec.decode_reply(turn.output_ids)
         if self._call_parser is None:
@@ -81,7 +81,7 @@ class ReplyRecorder:
             self._record.images |= {image.sha256: image for image in rendered.images}
         reply_id = f"{self._name}.{len(self._record.turns)}"
         self._record.reply_ids.append(reply_id)
-        text = self._codec.decode(turn.output_ids)
+        text = parsed.content if rendered is None or self._is_plain(rendered) else self._codec.decode(turn.output_ids)
         calls = [
             ToolCall(id=self._next_call_id(call.id), name=call.name, arguments=call.arguments, error=call.error)
             for call in parsed.calls
@@ -110,6 +110,10 @@ class ReplyRecorder:
         """
         if self.is_closed:
             raise WorkflowError("policy call: got one after the end of its trajectory; await what the workflow starts")
+
+    def _is_plain(self, rendered: RenderedPrompt) -> bool:
+        """Say whether a reply is no more than its text."""
+        return not (rendered.tools or self._has_channels)
 
     @property
     def _has_channels(self) -> bool:

@@ -10,6 +10,7 @@ from areal_async.api import Message
 from areal_async.chat_template import take_template, text_of, write
 from areal_async.config.template import TemplateSettings
 from areal_async.errors import ContextFull, UserError, WorkflowError
+from areal_async.inference.embedded.engine.text import decoder_of
 from areal_async.process.gc_pauses import importing
 from areal_async.process.hub import local_model
 from areal_async.rollout.policy.images import ImageIntake, texts_in
@@ -64,6 +65,7 @@ class TextCodec:
     ) -> None:
         """Take as ``vision`` how the model sees; ``None`` for one that reads text alone."""
         self._tokenizer = tokenizer
+        self._decoder = decoder_of(tokenizer)
         self.vision = vision
         self.model = str(getattr(tokenizer, "name_or_path", "") or "policy")
         """Folder or hub name of the model."""
@@ -214,7 +216,7 @@ class TextCodec:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        text: str = self._decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def decode_reply(self, output_ids: list[int]) -> str:

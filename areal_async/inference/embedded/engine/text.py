@@ -30,10 +30,7 @@ class Tokenizer:
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.whole = tokenizer
         """Transformers' own object, for a library that wants all of it."""
-        # The Rust object behind a fast tokenizer decodes ten times faster than its Python wrapper; the wrapper is
-        # only needed where it edits the text afterwards.
-        is_edited = getattr(tokenizer, "clean_up_tokenization_spaces", False)
-        self._decoder = tokenizer if is_edited else getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self._decoder = decoder_of(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return list(self.whole.encode(text))
@@ -41,6 +38,16 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._decoder.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+
+def decoder_of(tokenizer: Any) -> Any:
+    """Return what decodes as a tokenizer of transformers' does.
+
+    The Rust object behind a fast one is ten times faster than its Python wrapper, which is only needed where it edits
+    the text afterwards.
+    """
+    is_edited = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+    return tokenizer if is_edited else getattr(tokenizer, "backend_tokenizer", tokenizer)
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:
