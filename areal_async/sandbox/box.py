@@ -194,17 +194,21 @@ class Box:
             await self._start(is_new=False)
             self._is_new_shell = False
 
-    async def restart(self) -> None:
+    async def restart(self, *, has_more_room: bool = False) -> None:
         """End all that runs and start a new shell in ``/workspace``; the files stay.
 
         For what is not to be run by a shell that somebody else has had, as a verifier.
+
+        Args:
+            has_more_room: ``2 * disk_bytes`` and ``2 * num_files`` are its bounds from then on until a ``reset``: who
+                had it before may have filled it.
 
         Raises:
             RolloutError: the box has ended.
         """
         async with self._turn:
             self._check_alive()
-            await self._restart_shell(WORKSPACE)
+            await self._restart_shell(WORKSPACE, has_more_room=has_more_room)
             self._is_new_shell = False
 
     async def _start(self, *, is_new: bool) -> None:
@@ -258,7 +262,7 @@ class Box:
             else:
                 await self._restart_shell(shell.folder)
 
-    async def _restart_shell(self, folder: str) -> None:
+    async def _restart_shell(self, folder: str, *, has_more_room: bool = False) -> None:
         """End all that runs, and start a new shell.
 
         Raises:
@@ -266,7 +270,7 @@ class Box:
         """
         shell = Shell(self.limits.output_bytes, folder)
         try:
-            await self._ask("restart", shell.their_files, folder=folder)
+            await self._ask("restart", shell.their_files, folder=folder, has_more_room=has_more_room)
         except BaseException:
             shell.close()
             raise

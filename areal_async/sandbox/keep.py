@@ -41,6 +41,9 @@ from areal_async.sandbox.trees import copy_tree, read_file, write_file
 
 SAVED, LIVE, ROOT, SETTINGS = "/box/saved", "/box/live", "/box/root", "/box/etc"
 BIND_BELOW, DETACH, REMOUNT_READ_ONLY = 0x5000, 2, 0x21
+OPEN_MOUNTED, CONFIGURE = 433, 431
+"""The system calls ``fspick`` and ``fsconfig``, everywhere."""
+OF_THE_FILE_ITSELF, TEXT, RECONFIGURE = 8, 1, 7
 WORKSPACE = "/workspace"
 FOLDERS = {
     "/home": 0o755, "/mnt": 0o755, "/opt": 0o755, "/root": 0o755, "/run": 0o755,
@@ -151,6 +154,16 @@ def mount_memory(place: str, num_bytes: int, num_files: int, mode: int = 0o755) 
     mount("tmpfs", place, "tmpfs", NO_SUID_NO_DEVICES, options)
 
 
+def bound_memory(folder: int, num_bytes: int, num_files: int) -> None:
+    """Give a file system in memory other bounds. It need have no place any more: what is laid over it may have."""
+    mounted = LIBC.syscall(OPEN_MOUNTED, folder, b"", OF_THE_FILE_ITSELF)
+    check(mounted < 0, "its files")
+    for name, value in (("size", num_bytes), ("nr_inodes", num_files)):
+        check(LIBC.syscall(CONFIGURE, mounted, TEXT, name.encode(), str(value).encode(), 0), name)
+    check(LIBC.syscall(CONFIGURE, mounted, RECONFIGURE, None, None, 0), "its bounds")
+    os.close(mounted)
+
+
 def lay_over(base: str, place: str) -> None:
     """Mount what is live over a base that is only read."""
     options = f"userxattr,lowerdir={base},upperdir={LIVE}/up,workdir={LIVE}/work"
@@ -196,6 +209,7 @@ class Init:
         """Make the box's file system and have it be all there is."""
         check(LIBC.mount(b"none", b"/", None, PRIVATE_BELOW, None), "private mounts")
         mount_memory(LIVE, self.limits["disk_bytes"], self.limits["num_files"])
+        self.live = os.open(LIVE, os.O_RDONLY | os.O_DIRECTORY)
         root = LIVE
         if snapshot and uses_overlay:
             os.mkdir(f"{LIVE}/up")
@@ -284,6 +298,8 @@ class Init:
                 self.signal_group()
             case "restart":
                 self.end_all()
+                if request["has_more_room"]:
+                    bound_memory(self.live, 2 * self.limits["disk_bytes"], 2 * self.limits["num_files"])
                 self.start_shell(files, request["folder"])
                 self.say(number=request["number"])
             case "read" | "write":

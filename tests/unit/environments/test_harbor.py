@@ -119,6 +119,8 @@ FORGERIES = {
     "no place to work": "rm -rf /app",
     "a bomb": ":(){ :|:& };:",
     "a bomb in the background": "(while :; do (while :; do sleep 1 & done) & done) >/dev/null 2>&1 & disown -a",
+    "a full disk": "yes | head -c 1G > /workspace/large",
+    "a full disk of empty files": 'python3 -c \'for n in range(10**5): open(f"/tmp/{n}", "w")\'',
     "tests elsewhere": "mkdir /mine; ln -s /mine /tests; ln -sfn /mine /logs/verifier",
     "another interpreter": "python3() { echo 1 > /logs/verifier/reward.txt; }; export -f python3; PATH=/app:$PATH",
     "what the interpreter loads": (
@@ -134,6 +136,11 @@ FORGERIES = {
 @pytest.mark.parametrize("name", FORGERIES)
 async def test_who_works_in_the_box_has_no_say_in_the_verdict(warm: None, tmp_path: Path, name: str) -> None:
     assert await rewards(made(make_tasks(tmp_path / "tasks", 1), tmp_path, FORGERIES[name])) == [0.0]
+
+
+async def test_what_is_right_counts_however_full_the_disk_is(warm: None, tmp_path: Path) -> None:
+    fill = f"{HALF}; yes | head -c 1G > large"
+    assert await rewards(made(make_tasks(tmp_path / "tasks", 2), tmp_path, fill)) == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -391,6 +391,23 @@ async def test_a_new_shell_has_nothing_of_what_the_last_was_made_to_do(box: Box)
     assert not done.is_new_shell, "it was asked for"
 
 
+@pytest.mark.parametrize("num_snapshots", [0, 1])
+async def test_there_is_more_room_for_who_comes_after_one_that_took_it_all(either: Box, num_snapshots: int) -> None:
+    for _ in range(num_snapshots):
+        await either.snapshot()
+        await either.reset()
+    await either.run(f"yes | head -c {2 * SMALL.disk_bytes} > large")
+    await either.run('python3 -c \'for n in range(10**5): open(f"/tmp/{n}", "w")\'')
+    assert await error_of(either.write("more", b"x")) == errno.ENOSPC
+    await either.restart()
+    assert await error_of(either.write("more", b"x")) == errno.ENOSPC
+
+    await either.restart(has_more_room=True)
+    await either.write("more", bytes(SMALL.disk_bytes - (1 << 20)))
+    assert await error_of(either.write("over", bytes(2 << 20))) == errno.ENOSPC
+    assert await said(either, "stat -c %s more") == str(SMALL.disk_bytes - (1 << 20))
+
+
 async def test_nothing_is_left_for_the_next_box_of_the_same_keeper(warm: None) -> None:
     keepers = BoxKeepers()
     keepers.is_tried = True
