@@ -260,9 +260,10 @@ def choose_config(file: str | None, config: str | None, *, has_gpu: bool) -> Pat
     wanted = default_config(file, has_gpu=has_gpu)
     if not wanted.is_file():
         name, kind = workflow_name(file.partition(":")[0]), "a GPU" if has_gpu else "no GPU"
-        raise UserError(
-            f"--config: no file {wanted}, the settings of {name} where {kind} is found; name --config FILE.yaml"
-        )
+        # Its imports are looked for in the working directory too: settings alone would not be enough.
+        project = next((one for one in parts_of(file)[0].resolve().parents[:2] if (one / wanted).is_file()), None)
+        remedy = f"it is in {project}: give the command there" if project else "name --config FILE.yaml"
+        raise UserError(f"--config: no file {wanted}, the settings of {name} where {kind} is found; {remedy}")
     return wanted
 
 

@@ -54,7 +54,7 @@ $ areal-async doctor workflow.py        # what a run would meet on this machine
 $ areal-async run workflow.py           # train; minutes on a laptop's CPU, with the model in models/
 $ areal-async eval --run {name}_cpu     # the trained model on held-out rows
 $ areal-async status --run {name}_cpu --html report.html
-$ pytest && mypy .
+$ pip install pytest mypy && pytest && mypy .
 ```
 {needs}
 A run without a GPU is called `{name}_cpu` and lies in `runs/{name}_cpu`: `metrics.jsonl` has a line for each step,

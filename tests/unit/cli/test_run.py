@@ -66,6 +66,17 @@ def test_missing_settings_are_refused_by_name(place: Path) -> None:
         choose_config("workflows/coding.py", None, has_gpu=False)
 
 
+@pytest.mark.parametrize("file", ["workflows/gsm8k.py", "gsm8k.py:other"])
+def test_settings_that_lie_in_the_project_of_a_file_elsewhere_are_told(
+    file: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "gsm8k.py").write_text(WORKFLOW)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(UserError, match=rf"no file configs/gsm8k_cpu.yaml, .*; it is in {place}: give the command"):
+        choose_config(str(place / file), None, has_gpu=False)
+
+
 def test_named_workflow_takes_the_place_of_the_only_one() -> None:
     config = Path("configs/gsm8k_cpu.yaml")
 
