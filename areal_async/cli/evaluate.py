@@ -138,7 +138,9 @@ def held_out_of(settings: Settings, *, task: TaskSettings | None = None, limit: 
     wanted = [one for one in settings.held_out if task is None or one[0].name == task.name]
     found = [(one, dataset, limit or rows) for one, dataset, rows in wanted]
     if not found:
-        raise UserError("eval.dataset: got none, need held-out rows; give --eval.dataset.path")
+        raise UserError(
+            "eval.dataset: got none, need held-out rows; give --eval.dataset.path, or .seeds or .environment"
+        )
     return found
 
 

@@ -101,14 +101,11 @@ class HarborEnvironment(Environment):
             return await verify(box, task)
 
     async def score(self, task: HarborTask, *, is_solved: bool) -> float:
-        """Return what the tests say of the task's own solution, or of nothing.
+        """Return what the tests say of the task's own solution, which has to be there, or of nothing.
 
         Raises:
-            UserError: the task has no solution.
             RewardError: as ``episode``.
         """
-        if is_solved and not (task.folder / "solution/solve.sh").is_file():
-            raise UserError(f"{self._what}: task {task.name}: got no solution/solve.sh, need one")
         async with sandbox(self._limits(task)) as box:
             await prepare(box, task)
             if is_solved:

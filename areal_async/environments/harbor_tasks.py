@@ -85,6 +85,11 @@ class HarborTask:
     """Of all its files: names, contents, and which may be run."""
 
     @property
+    def has_solution(self) -> bool:
+        """Whether what an agent that knows would do is there."""
+        return (self.folder / "solution/solve.sh").is_file()
+
+    @property
     def wants_image(self) -> bool:
         """Whether it is to run in an image that is built or pulled for it."""
         place = self.folder / "environment"

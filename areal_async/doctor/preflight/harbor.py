@@ -1,7 +1,7 @@
 """Whether the tests of Harbor's tasks tell a solution from nothing, by running both."""
 
 from areal_async.config.settings import Settings
-from areal_async.doctor.preflight.findings import PreflightFinding, error, good, of_mistake
+from areal_async.doctor.preflight.findings import PreflightFinding, error, good, of_mistake, warning
 from areal_async.environments.environment import make_environment
 from areal_async.environments.harbor import HarborEnvironment
 from areal_async.environments.harbor_tasks import HarborTask
@@ -29,6 +29,11 @@ async def check_harbor(settings: Settings) -> list[PreflightFinding]:
 async def _of_tasks(check: str, environment: HarborEnvironment) -> list[PreflightFinding]:
     tasks = list(environment.tasks())
     wrong = [found for task in tasks[:MOST_TRIED] if (found := await _wrong_of(check, environment, task)) is not None]
+    unsolved = [task.name for task in tasks if not task.has_solution]
+    if unsolved:
+        saw = f"{len(unsolved)} of {len(tasks)} tasks have no solution/solve.sh (the first is {unsolved[0]})"
+        cure = "add one to each, else nobody knows whether its tests can be passed"
+        wrong.append(warning(check, saw, cure))
     if wrong:
         return wrong
     left = f" (the first {MOST_TRIED} of them)" if len(tasks) > MOST_TRIED else ""
@@ -36,7 +41,7 @@ async def _of_tasks(check: str, environment: HarborEnvironment) -> list[Prefligh
 
 
 async def _wrong_of(check: str, environment: HarborEnvironment, task: HarborTask) -> PreflightFinding | None:
-    for is_solved, need in ((True, 1.0), (False, 0.0)):
+    for is_solved, need in ((True, 1.0), (False, 0.0)) if task.has_solution else ((False, 0.0),):
         what = "its solution" if is_solved else "nothing"
         cure = f"mend {'its solution or ' if is_solved else ''}its tests, or leave the task out"
         try:

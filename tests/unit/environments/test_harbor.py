@@ -356,6 +356,12 @@ async def test_the_doctor_says_which_tasks_do_not_tell_a_solution_from_nothing(w
         (Level.ERROR, "task sum-02: nothing scores 1, need 0"),
     ]
 
+    shutil.rmtree(folder / "sum-00/solution")
+    assert [(one.level, one.saw) for one in await check_harbor(settings)] == [
+        (Level.ERROR, "task sum-02: nothing scores 1, need 0"),
+        (Level.WARNING, "1 of 3 tasks have no solution/solve.sh (the first is sum-00)"),
+    ]
+
 
 class Talking:
     """A policy that has said beforehand what it calls."""
