@@ -71,3 +71,17 @@ def test_a_node_killed_in_mid_task_tries_it_again_and_other_tasks_are_refused_la
     assert again.returncode == 0, again.stdout
     assert_accounts(run, num_steps=3, max_staleness=2)
     assert_proved(run)
+
+
+def test_the_agent_that_ships_is_trained_with_the_settings_that_ship(tmp_path: Path) -> None:
+    """The tiny model knows nothing of shells: what it does there is played, scored and trained all the same."""
+    tasks = make_tasks(tmp_path / "tasks", 4)
+    run = Run(tmp_path, "tasks", config="configs/environment_cpu.yaml", run__steps=2, rollout__group_size=2)
+
+    ended = run.finish("--rollout.min_group_size", "1", workflow=f"harbor:{tasks}")
+
+    assert ended.returncode == 0, ended.stdout
+    assert_accounts(run, num_steps=2, max_staleness=2)
+    assert_proved(run)
+    assert {row["reward"] for row in run.trained} == {0.0}
+    assert all(line["failed"] == 0 for line in run.lines)
