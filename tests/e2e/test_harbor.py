@@ -1,10 +1,12 @@
 """Harbor's task folders in whole runs: scored as their tests say, tried again after a kill, and no others later."""
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from areal_async.sandbox.control_group import PREFIX
 from tests.e2e.test_rollback import assert_proved
 from tests.e2e.test_run import Run, assert_accounts, processes_with, role_processes
 from tests.unit.environments.harbor_tasks import HALF, make_tasks
@@ -14,6 +16,9 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.whole_runs]
 MARK = "86399.25"
 """Seconds of a sleep by which what a box has running is found."""
 AGENT = f'''
+import os
+from pathlib import Path
+
 from areal_async.process.failpoints import failpoint
 
 
@@ -21,6 +26,8 @@ async def some(prompt, policy, box):
     """Solve half of the tasks, and half of each of the others."""
     await policy.chat([{{"role": "user", "content": prompt["instruction"]}}], max_new_tokens=2)
     await box.run("sleep {MARK} & disown")
+    with Path(__file__).with_name("pids").open("a") as pids:
+        print(os.getpid(), file=pids)
     failpoint("agent.working")
     whole = int(prompt["task_id"][-2:]) % 2
     await box.run("bash -c 'python3 solver.py; wc -l < numbers.txt > count.txt'" if whole else {HALF!r})
@@ -33,6 +40,13 @@ def harbor_run(folder: Path, num_steps: int) -> Run:
         folder, "tasks", config="configs/environment_cpu.yaml", run__steps=num_steps, env__agent=folder / "some.py",
         rollout__group_size=2, rollout__min_group_size=1,
     )  # fmt: skip
+
+
+def control_groups_of(pids: Path) -> list[str]:
+    """Those of boxes that processes have made: by their names, for others run beside them."""
+    numbers = set(pids.read_text().split())
+    names = (os.path.basename(path) for path, _, _ in os.walk("/sys/fs/cgroup"))
+    return [one for one in names if one.startswith(PREFIX) and one.removeprefix(PREFIX).partition("-")[0] in numbers]
 
 
 def test_a_node_killed_in_mid_task_tries_it_again_and_other_tasks_are_refused_later(tmp_path: Path) -> None:
@@ -50,6 +64,7 @@ def test_a_node_killed_in_mid_task_tries_it_again_and_other_tasks_are_refused_la
     assert {row["reward"] for row in run.trained} == {0.5, 1.0}
     assert all(0.5 <= line["reward_mean"] <= 1.0 and line["failed"] == 0 for line in run.lines)
     assert (processes_with(MARK), role_processes(run, "node")) == ([], [])
+    assert control_groups_of(tmp_path / "pids") == []
 
     (tasks / "sum-04").rename(tasks / "sum-four")
     renamed = run.finish("--run.steps", "3", workflow=f"harbor:{tasks}")

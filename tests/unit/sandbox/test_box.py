@@ -16,6 +16,7 @@ import structlog.testing
 from areal_async.errors import RolloutError, UserError
 from areal_async.sandbox import Box, BoxLimits, End, sandbox
 from areal_async.sandbox.box_escapes import ATTEMPTS, BOX_ESCAPES, RUNNER, attempts
+from areal_async.sandbox.control_group import PREFIX, make_control_group
 from areal_async.sandbox.keeper import KEEPERS, BoxKeeper, BoxKeepers
 from areal_async.sandbox.shell import Ending, Shell
 from tests.brokers import until
@@ -432,6 +433,25 @@ async def test_nothing_is_left_for_the_next_box_of_the_same_keeper(warm: None) -
     await keepers.aclose()
 
 
+async def test_keepers_that_end_leave_no_control_group(warm: None) -> None:
+    if (one := make_control_group()) is None:
+        pytest.skip("no control group may be made here")
+    place = Path(one.door).parent.parent
+    await one.remove()
+
+    def mine() -> set[Path]:
+        return set(place.glob(f"{PREFIX}{os.getpid()}-*"))
+
+    before, keepers = mine(), BoxKeepers()
+    keepers.is_tried = True
+    async with sandbox(SMALL, keepers=keepers), sandbox(SMALL, keepers=keepers):
+        assert len(mine() - before) == 2
+    assert len(mine() - before) == 2, "they wait for the next boxes"
+
+    await keepers.aclose()
+    assert mine() == before
+
+
 async def test_boxes_beside_each_other_see_nothing_of_each_other(warm: None) -> None:
     async with sandbox(SMALL) as one, sandbox(SMALL) as other:
         await one.run("touch /tmp/mine; sleep 100 & echo $! > /tmp/number")
@@ -443,6 +463,7 @@ async def test_boxes_beside_each_other_see_nothing_of_each_other(warm: None) -> 
 OWNER = """
 import anyio, sys
 from areal_async.sandbox import sandbox
+from areal_async.sandbox.control_group import PREFIX, make_control_group
 from areal_async.sandbox.keeper import KEEPERS
 async def main():
     KEEPERS.is_tried = True
