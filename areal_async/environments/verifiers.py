@@ -129,7 +129,7 @@ class VerifiersEnvironment(Environment):
         """Return the package's environment for the taskset, with its agents."""
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-        given = dict(self._options.model_extra or {})
+        given = _with_harness_null(dict(self._options.model_extra or {}))
         own = given.get("taskset")
         given["taskset"] = {**(own if isinstance(own, dict) else {}), "id": self._taskset}
         # The servers of a run of its own grow with the episodes; those that belong to one would end with it.
@@ -202,6 +202,16 @@ class _Servings:
         async with serving.env.serving():
             serving.is_ready.set()
             await serving.is_done.wait()
+
+
+def _with_harness_null(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options in which the harness that is called ``null`` has that name: in YAML it is nothing."""
+    return {
+        name: _with_harness_null(value | ({"id": "null"} if name == "harness" and value.get("id", 0) is None else {}))
+        if isinstance(value, dict)
+        else value
+        for name, value in options.items()
+    }
 
 
 def _placed(config: Any, given: Mapping[str, Any], what: str) -> Any:

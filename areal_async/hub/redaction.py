@@ -15,6 +15,11 @@ SECRET_WORDS = frozenset(
     "key keys apikey token secret secrets password passwords passwd pwd passphrase credential credentials auth "
     "authorization bearer cookie cookies signature".split()
 )
+OF_TEXTS = frozenset(
+    "stop eos bos pad unk mask sep cls begin end start image special "
+    "observation action question answer prompt text label field column row sort".split()
+)
+"""Words before ``token``, ``key`` or ``keys`` that make it a part of a text, or of a row."""
 SHOWN = (
     "run", "tasks", "env", "eval", "model", "rollout", "policies", "arms", "inference", "algorithm", "trainer",
     "health", "gate",
@@ -44,7 +49,11 @@ _PATH = re.compile(r"(?<![\w/.~])(?:~[\w.-]*|\.\.|file://)?/(?!/)(?:[^\s/:'\"]+/
 
 def is_secret_name(name: str) -> bool:
     """Say whether what has this name is likely a secret: ``api_key``, ``HF_TOKEN``, ``dbPassword``."""
-    return not SECRET_WORDS.isdisjoint(_WORD_EDGE.sub(" ", name).lower().split())
+    words = _WORD_EDGE.sub(" ", name).lower().split()
+    return any(
+        word in SECRET_WORDS and not (word in ("token", "key", "keys") and before in OF_TEXTS)
+        for before, word in zip(["", *words], words, strict=False)
+    )
 
 
 class Redaction:

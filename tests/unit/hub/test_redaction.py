@@ -36,12 +36,16 @@ def test_a_text_is_shown_without_what_is_private(text: str, shown: str) -> None:
     assert Redaction().text(text, "x") == shown
 
 
-@pytest.mark.parametrize("name", ["api_key", "HF_TOKEN", "dbPassword", "aws-secret-access-key", "Authorization"])
+@pytest.mark.parametrize(
+    "name", ["api_key", "HF_TOKEN", "dbPassword", "aws-secret-access-key", "Authorization", "stop_api_token", "token"]
+)
 def test_names_of_secrets(name: str) -> None:
     assert is_secret_name(name)
 
 
-@pytest.mark.parametrize("name", ["max_new_tokens", "monkey", "author", "tokenizer", "keyboard"])
+@pytest.mark.parametrize(
+    "name", ["max_new_tokens", "monkey", "author", "tokenizer", "keyboard", "stop_token", "eosToken", "observation_key"]
+)
 def test_names_of_others(name: str) -> None:
     assert not is_secret_name(name)
 
