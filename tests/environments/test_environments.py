@@ -14,9 +14,11 @@ import anyio
 import pytest
 
 from areal_async.config.settings import DatasetSettings
+from areal_async.config.sources import load_settings
 from areal_async.data.recorded_rows import Used, refuse_other_rows
 from areal_async.data.rows import load_rows
 from areal_async.environments.openenv import OpenEnvironment, OpenEnvOptions
+from areal_async.environments.verifiers import VerifiersEnvironment, VerifiersOptions
 from areal_async.errors import UserError, WorkflowError
 
 ROOT = Path(__file__).parents[2]
@@ -126,6 +128,17 @@ def test_a_taskset_is_played_by_its_harness_and_its_rewards_and_metrics_come_bac
     assert [one["status"] for one in told] == ["scored"] * 3
     assert all(one["reward"] == one["info"]["env/reward_is_legal"] for one in told)
     assert all(one["info"]["env/length"] > 0 for one in told)
+
+
+@pytest.mark.usefixtures("tasksets")
+def test_the_harness_that_only_talks_is_named_as_the_package_names_it() -> None:
+    """Its name, ``null``, is nothing in YAML, and the package's own default runs what the model writes."""
+    settings = load_settings(None, ["--env.agent.harness.id", "null", "--env.agent.max_turns", "3"])
+
+    environment = VerifiersEnvironment("nim_moves", VerifiersOptions.read(settings.env, what="verifiers:nim_moves"))
+
+    agent = environment._load().config.agent
+    assert (agent.harness.id, agent.max_turns) == ("null", 3)
 
 
 @asynccontextmanager
