@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def _for_hub(arguments: argparse.Namespace, directory: RunDirectory, settings: S
 
 
 def _check_free(option: str, folder: Path) -> None:
-    if folder.exists():
+    if os.path.lexists(folder):  # a link that leads nowhere, too
         raise UserError(f"export: {folder} is there already; remove it, or name another {option}")
     check_place(option, folder)
 

@@ -197,6 +197,8 @@ def test_the_verb_says_which_checkpoints_there_are(run: Path, capsys: pytest.Cap
 
 
 def test_the_verb_writes_over_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "--run", str(run), "--output", str(run)]) == UserError.exit_code
-
-    assert "is there already" in capsys.readouterr().err
+    leads_nowhere = run.parent / "link"
+    leads_nowhere.symlink_to("nowhere")
+    for place in (run, leads_nowhere):
+        assert main(["export", "--run", str(run), "--output", str(place)]) == UserError.exit_code
+        assert f"export: {place} is there already" in capsys.readouterr().err
