@@ -56,7 +56,12 @@ class HarborEnvironment(Environment):
         self._agent_file = code_of(self._what, options.model_dump())
 
     def rows(self) -> Iterator[Mapping[str, Any]]:
-        """Yield a row for each task folder: its name, its hash, and what the agent is asked."""
+        """Yield a row for each task folder: its name, its hash, and what the agent is asked.
+
+        Raises:
+            UserError: there is no agent, or as ``tasks``.
+        """
+        self._agent()
         for task in self.tasks():
             yield {
                 "task_id": task.name,

@@ -81,14 +81,19 @@ async def rewards(environment: HarborEnvironment, num_tasks: int | None = None) 
         (None, "there is no file"),
         ("def scripted(prompt, policy, box): pass", "without a coroutine scripted"),
         ("raise OSError('no')", "OSError: no"),
+        ("def (", "SyntaxError"),
     ],
 )
-async def test_an_agent_that_is_none_is_told_before_any_episode(text: str | None, said: str, tmp_path: Path) -> None:
+async def test_an_agent_that_is_none_is_told_before_a_run_and_before_any_episode(
+    text: str | None, said: str, tmp_path: Path
+) -> None:
     agent = tmp_path / "scripted.py"
     if text is not None:
         agent.write_text(text)
     environment = make_environment(f"harbor:{make_tasks(tmp_path / 'tasks')}", {"agent": str(agent)})
 
+    with pytest.raises(UserError, match=said):
+        list(environment.rows())
     with pytest.raises(UserError, match=said):
         async with environment.on_node():
             pytest.fail("it begins")
