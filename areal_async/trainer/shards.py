@@ -3,6 +3,7 @@
 It goes the same way in a run, in a replay, and where a failing group is looked for.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
@@ -185,29 +186,33 @@ def build_rows(
     rows, stats, age, max_staleness = [], AgeStats(), ages_in(cut, start.lineage), cut.max_staleness
     for position, trajectory in sorted(trajectories.items()):
         for sequence in trajectory.sequences:
-            packed, inverse = np.unique(sequence.versions, return_inverse=True)
-            ages_by_version = np.array([age(Version.unpack(int(one))) if one >= 0 else 0 for one in packed])
-            ages_L = ages_by_version[inverse]
-            is_fresh_L = ages_L <= max_staleness
             credited_L = sequence.loss_mask if sequence.turns is None else sequence.turns != NOT_CREDITED
-            mask_L = credited_L & is_fresh_L
-            num_stale = int((credited_L & ~is_fresh_L).sum())
+            ages_L = np.zeros(sequence.num_tokens, dtype=np.int64)
+            credited: dict[int, int] = defaultdict(int)  # age -> tokens
+            for packed in np.unique(sequence.versions).tolist():
+                is_of_L = sequence.versions == packed
+                own_age = age(Version.unpack(packed)) if packed >= 0 else 0
+                ages_L[is_of_L] = own_age
+                credited[own_age] += int(np.count_nonzero(credited_L & is_of_L))
+            num_stale = sum(count for own_age, count in credited.items() if own_age > max_staleness)
             if num_stale and not cut.masks_stale:
                 raise StalenessError(
                     f"trajectory {trajectory.slot.sample_uid}: got {num_stale} tokens of age up to {ages_L.max()}, "
                     f"need at most {max_staleness}; the cut let them through"
                 )
+            mask_L = credited_L & (ages_L <= max_staleness)
+            for own_age, count in credited.items():
+                if count and own_age <= max_staleness:
+                    stats.by_age[own_age] = stats.by_age.get(own_age, 0) + count
+                    stats.num_tokens += count
+                    stats.total += own_age * count
+                    stats.max = max(stats.max, own_age)
             stats.num_masked += num_stale
-            stats.num_uncredited += int((sequence.loss_mask & ~credited_L).sum())
-            stats.num_tokens += int(mask_L.sum())
-            stats.total += int(ages_L[mask_L].sum())
-            stats.max = max(stats.max, int(ages_L[mask_L].max(initial=0)))
             tempered = temperature if sequence.temperatures is None else sequence.temperatures
             stats.temperatures += float(np.broadcast_to(tempered, mask_L.shape)[mask_L].sum(dtype=np.float64))
             steered_L = np.zeros_like(mask_L) if sequence.steered is None else sequence.steered
-            stats.num_steered += int((mask_L & steered_L).sum())
-            for one, count in zip(*np.unique(ages_L[mask_L], return_counts=True), strict=True):
-                stats.by_age[int(one)] = stats.by_age.get(int(one), 0) + int(count)
+            stats.num_steered += int(np.count_nonzero(mask_L & steered_L))
+            stats.num_uncredited += int(np.count_nonzero(sequence.loss_mask & ~credited_L))
             rows.append(
                 TrainRow(
                     token_ids=sequence.token_ids,
