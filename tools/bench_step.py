@@ -22,6 +22,7 @@ import itertools
 import json
 import logging
 import os
+import pkgutil
 import statistics
 import sys
 import tempfile
@@ -112,10 +113,8 @@ class Stopwatch:
     def time(self, name: str, place: str) -> None:
         """Time every call of a function, given as ``MODULE:NAME``, from now on."""
         module, _, path = place.partition(":")
-        owner: Any = __import__(module, fromlist=["_"])
         *owners, attribute = path.split(".")
-        for one in owners:
-            owner = getattr(owner, one)
+        owner: Any = pkgutil.resolve_name(f"{module}:{'.'.join(owners)}")
         called, took_s = getattr(owner, attribute), self.took_s[name]
 
         @wraps(called)
@@ -351,6 +350,10 @@ def main() -> int:
     parser.add_argument("--repository", type=Path, help="another version, measured in turns with this one")
     parser.add_argument("--trainer-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.steps <= 2 * WARM_STEPS + 1:
+        parser.error(
+            f"--steps: got {arguments.steps}, need more than {2 * WARM_STEPS + 1}: the first and last do not count"
+        )
     if arguments.trainer_of:
         settings = bench_settings(arguments.directory, num_steps=arguments.steps, num_tokens=arguments.tokens)
         be_trainer(settings, arguments.trainer_of, device_s=arguments.device_s[0])
