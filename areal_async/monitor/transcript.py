@@ -17,7 +17,7 @@ from rich.text import Text
 
 from areal_async.monitor.token_text import Detokenizer, visible
 from areal_async.monitor.token_views import TokenKind, TokenView, token_views
-from areal_async.protocol.fields import OWN_INFO
+from areal_async.protocol.fields import CACHED_TOKENS, OWN_INFO, PROMPT_TOKENS
 from areal_async.protocol.types import Sequence, SlotStatus
 from areal_async.rollout.stopwatch import TimedTurn
 from areal_async.rollout.trial import Attempt
@@ -233,7 +233,10 @@ def _info(attempt: Attempt) -> Iterator[RenderableType]:
         yield Text(f"info: {', '.join(own)}")
 
 
-_KNOWN_INFO = [f"{OWN_INFO}{name}" for name in ("num_turns", "num_sequences", "num_breaks", "duration_s")]
+_KNOWN_INFO = [
+    f"{OWN_INFO}{name}"
+    for name in ("num_turns", "num_sequences", "num_breaks", "duration_s", PROMPT_TOKENS, CACHED_TOKENS)
+]
 """Told otherwise."""
 
 
