@@ -3,8 +3,8 @@
     with one_ray(3) as cluster:
         subprocess.run(cluster.command("python", "-m", "areal_async", "run", ...), env=cluster.environment)
 
-Needs root, `ip`, and the package `ray` (`make ray`). A host is given up after seconds, as it is after half a minute
-where Ray has its defaults.
+Needs root, `ip`, and the package `ray` with its dashboard, which takes jobs (`make ray`). A host is given up after
+seconds, as it is after half a minute where Ray has its defaults.
 """
 
 import importlib.util
@@ -21,6 +21,7 @@ from tools import some_hosts
 from tools.some_hosts import SomeHosts
 
 PORT = 6379
+JOBS_PORT = 8265
 DEADLINE_S = 60.0
 STORE_BYTES = 80 << 20
 OPEN = {"RAY_AUTH_MODE": "disabled"}
@@ -44,12 +45,18 @@ class OneRay:
         """Return the command that runs another one on the first host."""
         return self.hosts.command(0, *words)
 
+    def job(self, *words: object, folder: Path) -> list[str]:
+        """Return the command that submits another one as a job, to run in a folder, and says what that says."""
+        ray = Path(sys.executable).with_name("ray")
+        submit = [ray, "job", "submit", f"--address=http://127.0.0.1:{JOBS_PORT}", "--"]
+        return self.command(*submit, "env", f"--chdir={folder}", *words)
+
     def join(self, number: int) -> None:
         """Have a host join, as one that has booted."""
         ray = Path(sys.executable).with_name("ray")
         words = [ray, "start", "--block", f"--node-ip-address={self.hosts.addresses[number]}", "--num-cpus=1"]
         words += ["--disable-usage-stats", f"--object-store-memory={STORE_BYTES}"]
-        head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={self._folder}/ray"]
+        head = ["--head", f"--port={PORT}", f"--dashboard-port={JOBS_PORT}", f"--temp-dir={self._folder}/ray"]
         words += [f"--address={self.address}"] if number else head
         with open(self._output, "ab") as output:
             self._started.append(
@@ -84,8 +91,8 @@ class OneRay:
 
 def why_not() -> str:
     """Return why there can be none here; empty when there can."""
-    is_there = importlib.util.find_spec("ray") is not None
-    return some_hosts.why_not() or ("" if is_there else "got no package ray, need it; make ray")
+    is_there = all(map(importlib.util.find_spec, ("ray", "aiohttp_cors")))
+    return some_hosts.why_not() or ("" if is_there else "got no package ray[default], need it; make ray")
 
 
 @contextmanager

@@ -33,16 +33,17 @@ def cluster() -> Iterator[OneRay]:
 
 
 class RayRun(FaultRun):
-    """A run whose launcher is on the first host."""
+    """A run whose launcher is on the first host; ``is_job``: submitted there, as ``ray job submit`` does it."""
 
-    def __init__(self, cluster: OneRay, parent: Path, **settings: Any) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: OneRay, parent: Path, *, is_job: bool = False, **settings: Any) -> None:
+        self._cluster, self._is_job = cluster, is_job
         spread = {"launch__backend": "ray", "launch__num_hosts": NUM_HOSTS, "trainer__num_hosts": 2}
         super().__init__(parent, trainer__num_ranks=2, environment=cluster.environment, **spread, **SMALL, **settings)
 
     @property
     def command(self) -> list[str]:
-        return self._cluster.command(*super().command)
+        words = super().command
+        return self._cluster.job(*words, folder=REPOSITORY) if self._is_job else self._cluster.command(*words)
 
     @property
     def num_joined(self) -> int:
@@ -73,9 +74,9 @@ def _accounts(run: FaultRun) -> dict[str, Any]:
     return accounts
 
 
-def test_a_run_has_the_accounts_of_one_on_this_host_alone(cluster: OneRay, tmp_path: Path) -> None:
+def test_a_submitted_job_has_the_accounts_of_a_run_on_this_host_alone(cluster: OneRay, tmp_path: Path) -> None:
     runs = [
-        RayRun(cluster, tmp_path, name="spread", run__steps=NUM_STEPS),
+        RayRun(cluster, tmp_path, is_job=True, name="spread", run__steps=NUM_STEPS),
         FaultRun(tmp_path, name="alone", run__steps=NUM_STEPS, trainer__num_ranks=2, **SMALL),
     ]
     try:
