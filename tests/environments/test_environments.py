@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -24,10 +25,19 @@ from areal_async.errors import UserError, WorkflowError
 ROOT = Path(__file__).parents[2]
 TASKSETS = Path(__file__).with_name("tasksets")
 pytestmark = pytest.mark.environments
+WORDS = ("able", "bread", "chair", "house", "light", "table", "water", "stone")
+LETTERS = "EATRBZQX"
+TAUGHT = """
+run: {name: taught, steps: 24, seed: 1}
+model: {path: MODEL, dtype: float32}
+dataset: {path: lessons.jsonl}
+trainer: {lr: 2.0e-3, warmup_steps: 4, batch_sequences: 8, token_budget: 8192, num_threads: 1}
+eval: {limit: 8}
+"""
 QUICK = """
 run: {steps: 20, seed: 1}
 model: {path: MODEL, dtype: float32}
-rollout: {group_size: 8, min_group_size: 4, batch_groups: 8, sampling: {max_new_tokens: 8}}
+rollout: {group_size: 8, min_group_size: 4, batch_groups: 8, max_staleness: 0, sampling: {max_new_tokens: 8}}
 inference: {backend: embedded}
 trainer: {num_ranks: 1, lr: 3.0e-4, warmup_steps: 2, token_budget: 4096, num_threads: 1}
 """
@@ -61,6 +71,16 @@ def tried(*words: str) -> list[dict[str, Any]]:
 
 def metrics_of(directory: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_engine_s_own(steps: list[dict[str, Any]]) -> None:
+    """What the trainer computes of every recorded token is what the engine said of it, of which it sampled more.
+
+    It can be told only of tokens of the weights that are trained: the run has ``max_staleness=0``.
+    """
+    assert [one["num_current_tokens"] for one in steps] == [one["num_tokens"] for one in steps]
+    assert max(one["logprob_gap_max"] for one in steps) < 1e-3
+    assert min(one["entropy_mean"] for one in steps) > 0, "nothing can be told of tokens that are certain"
 
 
 def test_seeds_of_gymnasium_follow_from_the_place_of_the_row() -> None:
@@ -190,12 +210,13 @@ def test_a_server_that_is_not_there_is_said_before_any_episode() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("tasksets")
 @pytest.mark.parametrize("spec", ["gym:Nim-v0", "verifiers:nim_moves"])
 def test_twenty_steps_raise_the_reward_and_the_tokens_are_those_of_the_engine(
     spec: str, config: Path, tmp_path: Path
 ) -> None:
-    given = [] if spec.startswith("gym") else ["--config", str(config)]
+    given = ["--rollout.max_staleness", "0"] if spec.startswith("gym") else ["--config", str(config)]
 
     done = areal("run", spec, *given, "--run.directory", str(tmp_path), "--run.name", "n", "--run.steps", "20")
 
@@ -203,5 +224,46 @@ def test_twenty_steps_raise_the_reward_and_the_tokens_are_those_of_the_engine(
     steps = metrics_of(tmp_path, "n")
     rewards = [one["reward_mean"] for one in steps]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:2]) / 2 + 0.2, rewards
-    # What the trainer computes of the recorded tokens is what the engine said of those that it sampled.
-    assert max(one["logprob_gap_max"] for one in steps) < 1e-3
+    assert_engine_s_own(steps)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("tasksets")
+def test_a_game_of_textarena_is_trained_over_its_turns(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The taskset is the package's and plays TextArena's own Hangman; of the words, which it would download, there are
+    a few here. The tiny model has learned before to name a letter, as the game wants it."""
+    words = tmp_path / "nltk_data/corpora/words"
+    words.mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (words / name).write_text("\n".join(WORDS))
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk_data"))
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "configs/models/tiny_tools", model)
+    for file, name in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+        (model / file).write_text(re.sub(rf'("{name}": )512', r"\g<1>3072", (model / file).read_text()))
+    game = ["--env.taskset.game", "Hangman-v0", "--env.select.limit", "16", "--env.player.harness.id", "nim_moves"]
+    options = VerifiersOptions.read(load_settings(None, game).env, what="verifiers:textarena")
+    with (tmp_path / "lessons.jsonl").open("w") as lessons:
+        tasks = VerifiersEnvironment("textarena", options)._selected()
+        for place, letter in enumerate(LETTERS * 8):
+            asked = tasks[place % len(tasks)].data
+            said = [{"role": "system", "content": asked.system_prompt}, {"role": "user", "content": asked.prompt}]
+            print(json.dumps({"question": said, "answer": f"[{letter}]"}), file=lessons)
+    (tmp_path / "taught.yaml").write_text(TAUGHT.replace("MODEL", str(model)))
+    directory = ["--run.directory", str(tmp_path)]
+    taught = areal("sft", "--config", str(tmp_path / "taught.yaml"), *directory)
+    assert taught.returncode == 0, taught.stdout + taught.stderr
+
+    known = ["--model.path", str(tmp_path / "taught/model"), "--rollout.batch_groups", "2"]
+    done = areal("run", "verifiers:textarena", *game, "--config", str(config), *known, *directory, "--run.name", "h")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = metrics_of(tmp_path, "h")
+    assert len(steps) == 20
+    assert all(one["failed"] == 0 for one in steps)
+    assert sum(one["reward_mean"] for one in steps) > 0
+    assert sum(one["info/env/num_turns"] for one in steps) / len(steps) > 2
+    assert_engine_s_own(steps)
