@@ -16,7 +16,7 @@ from areal_async.process.hub import local_model
 from areal_async.rollout.policy.images import ImageIntake, texts_in
 from areal_async.rollout.policy.messages import assistant_message, for_template, function_call
 from areal_async.rollout.tools.parse import OPENINGS, ToolFormat, guess_format, is_in_thought
-from areal_async.rollout.user_code.boundary import attributed_to
+from areal_async.rollout.user_code.boundary import attributed_to, shown
 from areal_async.vision.images import Image
 from areal_async.vision.rows import expand
 from areal_async.vision.spec import FAMILIES, VisionSpec
@@ -210,7 +210,11 @@ class TextCodec:
             return expand(token_ids, grids, self.vision)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Tokenize; a rendered conversation holds its special tokens already."""
+        """Tokenize; a rendered conversation holds its special tokens already.
+
+        Raises:
+            WorkflowError: it has half of a surrogate pair, which no tokenizer takes.
+        """
         encode_once = self._encode_once if len(text) <= LONG_TEXT_CHARACTERS else self._encode_long_once
         return list(encode_once(text, add_special_tokens))
 
@@ -228,6 +232,14 @@ class TextCodec:
         return bool(output_ids) and output_ids[-1] in self.stop_token_ids
 
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as exc:
+            raise WorkflowError(
+                f"prompt: got {text[exc.start]!r}, which is half a character, after "
+                f"{shown(text[max(0, exc.start - 20) : exc.start])}, need text that UTF-8 can hold; put "
+                'text.encode(errors="replace").decode() where it comes from'
+            ) from exc
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 

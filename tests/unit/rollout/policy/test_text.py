@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from areal_async.config.settings import SamplingSettings
+from areal_async.errors import WorkflowError
 from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.rollout.policy.text import load_codec
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
@@ -38,3 +39,15 @@ async def test_a_plain_reply_is_decoded_once(monkeypatch: pytest.MonkeyPatch) ->
     reply = await policy.complete([1, 2])
 
     assert (reply.text, decoded) == ("four", [5])
+
+
+async def test_half_a_surrogate_pair_is_said_with_what_stands_before_it() -> None:
+    policy = RecordingPolicy(ScriptedModel([END]), load_codec(str(TINY)), SamplingSettings(), name="t")
+
+    with pytest.raises(
+        WorkflowError, match=r"^prompt: got '\\ud800', which is half a character, after '.*two', need text"
+    ):
+        await policy.chat([{"role": "user", "content": "two\ud800"}])
+    with pytest.raises(WorkflowError, match=r"^prompt: got '\\udcff', which is half a character, after '', need text"):
+        await policy.complete("\udcff and more")
+    assert policy.turns == []
