@@ -1,5 +1,6 @@
 """The cards: what stands in the ``README.md`` of a folder for the hub, the same of a model and of a data set. Pure."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ def sections(facts: RunFacts, hashes: Mapping[str, str]) -> Iterator[str]:
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Return a table of Markdown."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 
 
 def whole(front: str, title: str, parts: Iterable[str]) -> str:
@@ -45,6 +46,10 @@ def whole(front: str, title: str, parts: Iterable[str]) -> str:
         front: YAML of what the hub reads.
     """
     return "\n\n".join([f"---\n{front.strip()}\n---", f"# {title}", *parts]) + "\n"
+
+
+def _cell(value: Any) -> str:
+    return " ".join(str(value).split("\n")).replace("|", "\\|")
 
 
 def hub_names(sources: Iterable[Source]) -> list[str]:
@@ -99,7 +104,8 @@ def _settings(facts: RunFacts) -> str:
         f"As the run's `config.yaml` has them, without what speaks of machines and addresses; `{HIDDEN}` stands for a "
         "secret, and of a path its last name is left."
     )
-    shown = f"{about}\n\n<details><summary>settings</summary>\n\n```yaml\n{text}```\n\n</details>"
+    fence = max(["``", *re.findall("`{3,}", text)], key=len) + "`"  # prompts may have code
+    shown = f"{about}\n\n<details><summary>settings</summary>\n\n{fence}yaml\n{text}{fence}\n\n</details>"
     if not facts.changes:
         return shown
     changed = [(f"`{name}`", *values) for line in facts.changes for name, values in line.items()]

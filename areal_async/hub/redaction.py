@@ -1,8 +1,8 @@
 """Settings as others may read them: without secrets, and without what they say of this machine. Pure.
 
-Hidden are texts whose name says that they are secret, passwords and keys of URLs and options, and what has the form
-of a well-known kind of key. Of a path that leads out of the working directory its last name is left, for the others are
-of people and machines.
+Hidden are texts, and long whole numbers, whose name says that they are secret, passwords and keys of URLs and options,
+and what has the form of a well-known kind of key. Of a path that leads out of the working directory its last name is
+left, for the others are of people and machines.
 """
 
 import re
@@ -20,6 +20,8 @@ OF_TEXTS = frozenset(
     "observation action question answer prompt text label field column row sort".split()
 )
 """Words before ``token``, ``key`` or ``keys`` that make it a part of a text, or of a row."""
+LEAST_SECRET_NUMBER = 10_000_000
+"""A smaller number is a setting, whatever it is called; and ``token_budget`` ends in another word."""
 SHOWN = (
     "run", "tasks", "env", "eval", "model", "rollout", "policies", "arms", "inference", "algorithm", "trainer",
     "health", "gate",
@@ -29,13 +31,16 @@ LEFT_OUT = ("endpoint", "metrics", "launch", "serve", "bus")
 """Sections that speak of hosts, addresses and files alone."""
 
 _WORD_EDGE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
-_IN_URL = re.compile(r"(?P<before>\b[A-Za-z][A-Za-z0-9+.-]*://)(?P<secret>[^/\s@]+)(?=@)")
-_IN_QUERY = re.compile(r"(?P<before>[?&;](?P<name>[^=&;\s]+)=)(?P<secret>[^&;#\s]+)")
-_IN_OPTION = re.compile(r"(?P<before>(?<!\S)--?(?P<name>[A-Za-z][\w.-]*)(?:=|\s+))(?P<secret>[^\s'\"]+)")
-_ASSIGNED = re.compile(
-    r"(?P<before>\b(?P<name>[A-Za-z][\w.-]*)(?:=|:\s*(?:(?i:bearer|basic)\s+)?))(?P<secret>[^\s'\"]+)"
+_IN_URL = re.compile(r"(?P<before>\b[A-Za-z][A-Za-z0-9+.-]*://)(?P<secret>[^/\s?#]+)(?=@)")
+_NAME = r"(?P<name>[A-Za-z][\w.-]*)"
+_QUOTE = r"(?P<quote>\\?['\"])?"
+_NAMED = (
+    (re.compile(r"[?&;](?P<name>[^=&;\s]+)=(?P<quote>(?!))?"), r"[^&;#\s]+"),
+    (re.compile(rf"(?<!\S)--?{_NAME}(?:=|\s+){_QUOTE}"), r"[^\s'\"]+"),
+    (re.compile(rf"\b{_NAME}(?:\\?['\"])?\s*[=:]\s*{_QUOTE}(?:(?i:bearer|basic)\s+)?"), r"[^\s'\"]+"),
 )
-_OPTION = re.compile(r"(?P<before>(?<!\S)-{0,2}(?P<name>[A-Za-z][\w.-]*)(?:=|:\s|(?<=[\w])\s+))(?P<secret>[^\s'\"]+)")
+"""What names a value in a text, up to where that begins, and what it is where it has no quotes: in the query of a URL,
+after an option, assigned."""
 _OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
 _SHAPES = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|\bsk-[\w-]{20,}|\bgh[oprsu]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{20,}"
@@ -73,6 +78,8 @@ class Redaction:
                 self._hide(one, name) if _is_of_secret_option(last, one) else self.tree(one, name)
                 for last, one in zip(before, value, strict=False)
             ]
+        if isinstance(value, int) and value >= LEAST_SECRET_NUMBER and is_secret_name(_last_word(name)):
+            return self._hide(str(value), name)
         if not isinstance(value, str) or not value:
             return value
         if any(map(is_secret_name, name.split("."))):
@@ -82,13 +89,24 @@ class Redaction:
     def text(self, text: str, name: str) -> str:
         """Return a text without the secrets and the folders in it."""
         text = _IN_URL.sub(lambda found: found["before"] + self._hide(_password(found["secret"]), name), text)
-        for pattern in (_IN_QUERY, _IN_OPTION, _ASSIGNED):
-            text = pattern.sub(lambda found: self._named(found, name), text)
+        for naming, unquoted in _NAMED:
+            text = self._without_named(naming, unquoted, text, name)
         text = _SHAPES.sub(lambda found: self._hide(found[0], name), text)
         return _PATH.sub(lambda found: found["name"], text)
 
-    def _named(self, found: re.Match[str], name: str) -> str:
-        return found["before"] + self._hide(found["secret"], name) if is_secret_name(found["name"]) else found[0]
+    def _without_named(self, naming: re.Pattern[str], unquoted: str, text: str, name: str) -> str:
+        """Hide what is named as secrets are; what else has a name may have more of them in it."""
+        parts, position = [], 0
+        while found := naming.search(text, position):
+            parts.append(text[position : found.end()])
+            position = found.end()
+            if text.startswith(HIDDEN, position) or not is_secret_name(found["name"]):
+                continue
+            value = rf"(?s:(?!{re.escape(found['quote'])})(?:\\.|.))+" if found["quote"] else unquoted
+            if secret := re.compile(value).match(text, position):
+                parts.append(self._hide(secret[0], name))
+                position = secret.end()
+        return "".join([*parts, text[position:]])
 
     def _hide(self, secret: str, name: str) -> str:
         if secret != HIDDEN:
@@ -100,6 +118,10 @@ def shown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections that others may read, without what they may not."""
     redacted: dict[str, Any] = Redaction().tree({name: settings[name] for name in SHOWN if name in settings})
     return redacted
+
+
+def _last_word(name: str) -> str:
+    return _WORD_EDGE.sub(" ", name).rpartition(" ")[2]
 
 
 def _password(user: str) -> str:

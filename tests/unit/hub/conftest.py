@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[3]
 FLAG_SECRET, OPTION_SECRET, URL_SECRET, KEY_SECRET, VARIABLE_SECRET = (
     f"{name}-{'0123456789' * 3}" for name in ("flag", "option", "url", "SUKEY", 'v"ari/able')
 )
+SAID = "Write it so:\n\n```python\nx = 1\n```\n"
 NUM_STEPS = 3
 
 
@@ -45,7 +46,9 @@ def run(tmp_path: Path) -> Path:
             "tasks": [{"workflow": f"{tmp_path}/home/ann/answer.py", "dataset": rows}],
             "eval": {"dataset": rows},
             "rollout": {
-                "template": {"arguments": {"site": f"https://ann:{URL_SECRET}@host/x", "apiKey": OPTION_SECRET}}
+                "template": {
+                    "arguments": {"site": f"https://ann:{URL_SECRET}@host/x", "apiKey": OPTION_SECRET, "said": SAID}
+                }
             },
             "inference": {"flags": ["--api-key", FLAG_SECRET, "--tp", "2"]},
         }
@@ -66,8 +69,17 @@ def run(tmp_path: Path) -> Path:
         for step in (0, 3)
     ]  # fmt: skip
     (directory.path / "eval.jsonl").write_text("".join(json.dumps(one) + "\n" for one in evaluations))
-    change = {"setting": "trainer.lr", "before": 1e-6, "after": 2e-6, "by": "ann@host", "reason": ""}
-    (directory.path / "changes.jsonl").write_text(json.dumps(change) + "\n")
+    changes = [
+        {"setting": "trainer.lr", "before": 1e-6, "after": 2e-6, "by": "ann@host", "reason": ""},
+        {
+            "setting": "rollout.template.arguments.said",
+            "before": "a\n\nb",
+            "after": "a|b",
+            "by": "ann@host",
+            "reason": "",
+        },
+    ]
+    (directory.path / "changes.jsonl").write_text("".join(json.dumps(one) + "\n" for one in changes))
     (directory.path / "rows.json").write_text(json.dumps({"tasks.0.dataset": {"num_rows": 7, "sha256": "5" * 64}}))
     (directory.path / "code.json").write_text(json.dumps({"answer.py": "6" * 64}))
     (directory.path / "credentials").mkdir()

@@ -14,7 +14,7 @@ from PIL import Image
 from areal_async.cli.main import main
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
-from tests.unit.hub.conftest import FLAG_SECRET, OPTION_SECRET, URL_SECRET
+from tests.unit.hub.conftest import FLAG_SECRET, OPTION_SECRET, SAID, URL_SECRET
 
 
 def _export(run: Path, *words: str) -> int:
@@ -58,10 +58,13 @@ def test_the_card_tells_of_data_reward_evaluation_settings_versions_hashes_and_l
     assert f"| trained | `answer.py` | `rows.jsonl` train | 7 | `{'5' * 64}` |" in text
     assert "Mean reward: 0.200 over the first 3 steps, 0.200 over the last 3, of 12 trajectories." in text
     assert "| 1-3 | 3 | answer | accuracy 1.000 | 0.100 to 0.900, 8 of 9 answers |" in text
-    shown = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    shown = yaml.safe_load(text.partition("\n````yaml\n")[2].partition("\n````\n")[0])
+    assert "\n| `rollout.template.arguments.said` | a  b | a\\|b |\n" in text
     assert shown["model"] == {**RunDirectory(checkpointed).read_settings().model_dump()["model"], "path": "base"}
     assert shown["inference"]["flags"] == ["--api-key", "<hidden>", "--tp", "2"]
-    assert shown["rollout"]["template"]["arguments"] == {"site": "https://<hidden>@host/x", "apiKey": "<hidden>"}
+    assert shown["rollout"]["template"]["arguments"] == {
+        "site": "https://<hidden>@host/x", "apiKey": "<hidden>", "said": SAID,
+    }, "what ends a block of code is no end of the settings"  # fmt: skip
     assert "| `trainer.lr` | 1e-06 | 2e-06 |" in text
     assert "| areal_async | 0.1.0 |" in text
     weights = hashlib.sha256((tmp_path / "model" / "model.safetensors").read_bytes()).hexdigest()

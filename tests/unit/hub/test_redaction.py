@@ -16,6 +16,13 @@ AWS = "AKIA" + "A1B2" * 4
         ("nats://token@host:4222", f"nats://{HIDDEN}@host:4222"),
         ("--api-key abc --tp 2 --admin-api-key=def", f"--api-key {HIDDEN} --tp 2 --admin-api-key={HIDDEN}"),
         ("PASSWORD=abc x=1", f"PASSWORD={HIDDEN} x=1"),
+        ("API_KEY='a b' run -v \"C\"", f"API_KEY='{HIDDEN}' run -v \"C\""),
+        ("sh -c \"TOKEN=abc run\" --api-key 'a b'", f"sh -c \"TOKEN={HIDDEN} run\" --api-key '{HIDDEN}'"),
+        ('x=y command="run API_KEY=abc"', f'x=y command="run API_KEY={HIDDEN}"'),
+        ('{"api_key": "a\\"b", "n": 1}', f'{{"api_key": "{HIDDEN}", "n": 1}}'),
+        ('"{\\"apiKey\\": \\"a b\\", \\"n\\": 1}"', f'"{{\\"apiKey\\": \\"{HIDDEN}\\", \\"n\\": 1}}"'),
+        ('"Authorization": "Bearer a b", 2', f'"Authorization": "Bearer {HIDDEN}", 2'),
+        ("x://ann:p@ss@host/a?mail=b@c", f"x://{HIDDEN}@host/a?mail=b@c"),
         ("Authorization: Bearer abcdefghij", f"Authorization: Bearer {HIDDEN}"),
         ("give hf_" + "a" * 34 + " away", f"give {HIDDEN} away"),
         (f"id {AWS}", f"id {HIDDEN}"),
@@ -50,15 +57,21 @@ def test_names_of_others(name: str) -> None:
     assert not is_secret_name(name)
 
 
-def test_what_is_hidden_is_known_by_its_setting_and_numbers_stay() -> None:
+def test_what_is_hidden_is_known_by_its_setting_and_small_numbers_stay() -> None:
     redaction = Redaction()
 
     shown = redaction.tree(
-        {"env": {"api": {"token": "abc"}, "token": 5, "on": True}, "flags": ["--api-key", "def", "--x"]}
+        {
+            "env": {"api": {"token": "abc", "password": 12345678}, "token": 5, "on": True, "token_budget": 1 << 24},
+            "flags": ["--api-key", "def", "--x"],
+        }
     )
 
-    assert shown == {"env": {"api": {"token": HIDDEN}, "token": 5, "on": True}, "flags": ["--api-key", HIDDEN, "--x"]}
-    assert redaction.hidden == {"abc": "env.api.token", "def": "flags"}
+    assert shown == {
+        "env": {"api": {"token": HIDDEN, "password": HIDDEN}, "token": 5, "on": True, "token_budget": 1 << 24},
+        "flags": ["--api-key", HIDDEN, "--x"],
+    }
+    assert redaction.hidden == {"abc": "env.api.token", "12345678": "env.api.password", "def": "flags"}
 
 
 def test_every_section_is_shown_or_left_out() -> None:
