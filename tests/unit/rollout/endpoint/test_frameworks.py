@@ -75,7 +75,7 @@ def find_program(path: Path, variable: str, maker: str) -> str:
     if found is None:
         message = f"no agents: {path} is not there; make it with {maker}"
         pytest.fail(message) if variable in os.environ else pytest.skip(message)
-    return str(found)
+    return str(Path(found).absolute())  # it is started in another folder
 
 
 class Noting:
