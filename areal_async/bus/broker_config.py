@@ -5,6 +5,7 @@ survives a power cut.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -22,6 +23,9 @@ UNNAMED_ACCOUNT = "$G"
 """The broker's own name for the account of a configuration that names none."""
 DISK_MARGIN_BYTES = 256 << 20
 """Left free on the disk: a full one would freeze the streams without an error."""
+
+UNTOLD = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]")
+"""Characters that stand in no configuration file of the broker."""
 
 
 def credentials_path(run_directory: Path, role: Role) -> Path:
@@ -49,7 +53,15 @@ def write_config(
 
     Args:
         log_file: opened anew at SIGUSR1; ``None`` for stderr.
+
+    Raises:
+        UserError: the broker cannot be told this path, or has no room there.
     """
+    if UNTOLD.search(str(path)):
+        raise UserError(
+            f"run.directory: got {ascii(str(path.parent.parent))}, need a path that is UTF-8 and has no control "
+            "characters; name another folder"
+        )
     store = path.parent / "jetstream"
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
     _adopt(store / "jetstream", settings.names.account(Role.OPERATOR))
@@ -70,7 +82,7 @@ def write_config(
         },
         "accounts": accounts(settings.names, keys_directory(settings.run_directory)),
     }
-    write_private(path, json.dumps(config, indent=1).encode())
+    write_private(path, json.dumps(config, indent=1, ensure_ascii=False).encode())  # it knows no \u
 
 
 def _adopt(stores: Path, account: str) -> None:

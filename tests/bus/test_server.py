@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -22,7 +23,7 @@ from areal_async.bus.broker_config import write_config
 from areal_async.bus.connection import connect
 from areal_async.bus.private import write_private
 from areal_async.bus.server import find_binary
-from areal_async.config.settings import MESSAGE_BYTES, BusSettings, Settings
+from areal_async.config.settings import MESSAGE_BYTES, BusSettings, RunSettings, Settings
 from areal_async.errors import BusError, UserError
 from areal_async.process.host import LOOPBACK, free_port
 from areal_async.protocol.subjects import ADMITTED
@@ -54,6 +55,24 @@ async def test_configuration_and_keys_are_readable_by_their_owner_alone(
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
     assert stat.S_IMODE((settings.run_directory / "credentials").stat().st_mode) == 0o700
     assert all(broker.credentials(role).read_text() not in files[-1].read_text() for role in Role)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("folder", ["donn\u00e9es \u6570\u636e \U0001f680", "a\nb\t'c\"\\u00e9 $HOME {x} #1"])
+async def test_a_run_lies_in_a_folder_of_any_name(tmp_path: Path, folder: str) -> None:
+    async with running_broker(Settings(run=RunSettings(name="test", directory=tmp_path / folder))) as broker:
+        assert broker.pid
+
+    assert (tmp_path / folder / "test" / "bus" / "jetstream" / "jetstream").is_dir()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["a\udcff", "a\x01", "a\x0c"])
+async def test_a_folder_that_the_broker_cannot_be_told_is_refused(tmp_path: Path, name: str) -> None:
+    broker = EmbeddedBroker(Settings(run=RunSettings(name="test", directory=tmp_path / name)))
+
+    with pytest.raises(UserError, match="^run.directory: got '.*" + re.escape(ascii(name)[1:-1])):
+        await broker.start()
 
 
 @pytest.mark.anyio

@@ -23,7 +23,7 @@ MAX_NAME = 44
 
 def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     """Write the project, and say what there is and what to do next."""
-    if arguments.folder is None:
+    if not arguments.folder:
         raise UserError("init: got no folder; name one that is to be made, or . for this one")
     template = find_template(arguments.template)
     folder = Path(arguments.folder)

@@ -90,6 +90,7 @@ def test_where_a_file_cannot_be_written_none_is_left(tmp_path: Path) -> None:
     ("words", "said"),
     [
         ((), "got no folder; name one that is to be made"),
+        (("",), "got no folder; name one that is to be made"),
         (("x", "--template", "tool"), "--template: got tool; did you mean tools"),
         (("x", "--template", "chess"), "need one of gsm8k, tools, agent, environment, vision"),
         (("x", "--force"), "unknown option --force"),
