@@ -16,7 +16,8 @@ def check_place(option: str, path: Path) -> None:
     """
     with _told(option, path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryDirectory(prefix=".areal_async-", dir=path.parent).cleanup()
+        # As long as any name that it has until it is whole.
+        tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent).cleanup()
 
 
 @contextmanager

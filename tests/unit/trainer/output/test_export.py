@@ -164,14 +164,20 @@ async def test_a_version_that_is_served_is_exported_once(run: Path) -> None:
         assert (folder / "tokenizer.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("place", "cause"),
+    [("/proc/zz", "No such file or directory"), ("x" * 246, "File name too long"), ("x" * 300, "File name too long")],
+)
 def test_a_folder_that_cannot_be_made_is_refused_before_the_work(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, place: str, cause: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A name has others while it is written, which are longer."""
     monkeypatch.setattr("areal_async.cli.export.write", pytest.fail)
+    place = str(run.parent / place)
 
-    assert main(["export", "--run", str(run), "--output", "/proc/zz"]) == 2
+    assert main(["export", "--run", str(run), "--output", place]) == 2
 
-    assert "--output: got /proc/zz, need what can be written: No such file or directory; " in capsys.readouterr().err
+    assert f"--output: got {place}, need what can be written: {cause}; " in capsys.readouterr().err
 
 
 def test_a_finished_run_leaves_the_best_where_it_is_asked_for(run: Path) -> None:
