@@ -76,7 +76,7 @@ async def sandbox(limits: BoxLimits | None = None, *, keepers: BoxKeepers = KEEP
                 watching.cancel()
                 await asyncio.wait([watching])
         finally:
-            box._close()
+            box._end("it was closed")
 
 
 class Box:
@@ -183,15 +183,17 @@ class Box:
     async def reset(self) -> None:
         """Put the files back as they were at the last snapshot, or at the beginning, and end all that runs.
 
-        The shell is a new one, in ``/workspace``.
+        The shell is a new one, in ``/workspace``. Who no longer waits for it does so to its end: half of it would leave
+        no box.
 
         Raises:
             RolloutError: the box has ended.
         """
         async with self._turn:
             self._check_alive()
-            self._close()
-            await self._start(is_new=False)
+            with anyio.CancelScope(shield=True):
+                self._close()
+                await self._start(is_new=False)
             self._is_new_shell = False
 
     async def restart(self, *, has_more_room: bool = False) -> None:
@@ -424,6 +426,10 @@ def _line_of(command: str) -> bytes:
 
 
 def _path_of(path: str) -> str:
-    if not path or "\0" in path or len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise ValueError(f"path: got {path[:100]!r}, need 1 to {MAX_PATH_BYTES} bytes, none of them zero")
+    try:
+        num_bytes = len(os.fsencode(path))
+    except UnicodeEncodeError:  # half a character
+        num_bytes = 0
+    if not 0 < num_bytes <= MAX_PATH_BYTES or "\0" in path:
+        raise ValueError(f"path: got {path[:100]!r}, need 1 to {MAX_PATH_BYTES} bytes of UTF-8, none of them zero")
     return os.path.join(WORKSPACE, path)

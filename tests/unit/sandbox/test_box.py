@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -323,9 +324,9 @@ async def test_files_come_and_go_while_everything_in_the_box_is_ended_again_and_
     assert await is_whole(box)
 
 
-@pytest.mark.parametrize("path", ["", "a\0b", "x" * 5000])
+@pytest.mark.parametrize("path", ["", "a\0b", "x" * 5000, "a\ud800"])
 async def test_a_path_that_can_be_none_is_refused(box: Box, path: str) -> None:
-    with pytest.raises(ValueError, match="path: got"):
+    with pytest.raises(ValueError, match="^path: got"):
         await box.read(path)
 
 
@@ -349,6 +350,25 @@ async def test_a_reset_puts_back_what_the_snapshot_held(either: Box) -> None:
     await said(either, "rm -rf a; mkdir a; ls -A a")
     await either.reset()
     assert await said(either, "cat a/one") == "one"
+
+
+async def test_whoever_no_longer_waits_for_a_reset_has_a_box_that_was_reset(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = BoxKeeper.ask
+    await box.run("touch made")
+    async with anyio.create_task_group() as tasks:
+
+        async def ask_nobody(keeper: BoxKeeper, *asked: Any) -> None:
+            tasks.cancel_scope.cancel()
+            await ask(keeper, *asked)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BoxKeeper, "ask", ask_nobody)
+            await box.reset()
+
+    assert tasks.cancel_scope.cancel_called
+    assert await said(box, "ls; echo on") == "on"
 
 
 async def test_the_newest_snapshot_counts_and_without_one_the_beginning(either: Box) -> None:
@@ -543,6 +563,18 @@ async def test_a_box_whose_keeper_is_killed_has_ended_and_the_next_one_opens(war
             await box.run("sleep 60")
     async with sandbox(SMALL) as box:
         assert await is_whole(box)
+
+
+async def test_a_box_that_somebody_has_kept_is_not_the_next_one(warm: None) -> None:
+    async with sandbox() as kept:
+        await kept.run("touch made")
+
+    async with sandbox() as box:
+        await box.run("touch own")
+        for again in (kept.run("ls"), kept.read("made"), kept.write("own", ""), kept.snapshot(), kept.reset()):
+            with pytest.raises(RolloutError, match=r"the box has ended, .*: it was closed"):
+                await again
+        assert await said(box, "ls") == "own"
 
 
 async def test_an_error_of_the_workflow_leaves_as_it_is(warm: None) -> None:
