@@ -124,7 +124,7 @@ def test_nothing_of_the_repository_is_used(project: Path, environment: dict[str,
 
     assert packaged.startswith(environment["VIRTUAL_ENV"])
     inside = sysconfig.get_path("purelib")
-    assert [file for file in files if file.startswith(str(ROOT)) and not file.startswith(inside)] == []
+    assert [file for file in files if file.startswith(f"{ROOT}/") and not file.startswith(inside)] == []
     assert [file for file in files if "areal_async" in file and not file.startswith(environment["VIRTUAL_ENV"])] == []
 
 
