@@ -72,11 +72,12 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 def test_what_computes_nothing_does_without_torch_and_the_launcher_without_tables(live: Run) -> None:
     """To import either takes longer than all that they do before the first step."""
-    (trainer,), (controller,) = role_processes(live, "trainer"), role_processes(live, "controller")
+    (trainer,), (controller,), (node,) = (role_processes(live, role) for role in ("trainer", "controller", "node"))
     launcher = int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{controller}/status").read_text())[0])
 
     assert _libraries(trainer) == {"libtorch", "libarrow"}
     assert _libraries(controller) == {"libarrow"}
+    assert _libraries(node) == set()
     assert _libraries(launcher) == set()
 
 

@@ -3,7 +3,7 @@
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import FrameType
@@ -66,8 +66,11 @@ async def opened_trial(
             "inference": settings.inference.model_copy(update={"num_servers": 1}),  # one is started here
         }
     )
-    async with visited_servers(settings, urls, log_path=logs / "server.log") as (pool, facts):
-        codec = await anyio.to_thread.run_sync(load_codec, settings.model.path, settings.rollout.template)
+    async with (
+        _loading_codec(settings) as loaded,
+        visited_servers(settings, urls, log_path=logs / "server.log") as (pool, facts),
+    ):
+        codec = await loaded()
         if urls:
             _compare_tokenizers(settings.model.path, facts, tell)
         async with (
@@ -94,6 +97,25 @@ async def opened_trial(
             )
             async with _watched(user_code, deadline_s=settings.rollout.loop_deadline_s):
                 yield trial, codec
+
+
+@asynccontextmanager
+async def _loading_codec(settings: Settings) -> AsyncIterator[Callable[[], Awaitable[TextCodec]]]:
+    """Load the tokenizer while the block runs, a server starting in it, say; yield what waits for it."""
+    codecs = list[TextCodec]()
+    is_there = anyio.Event()
+
+    async def load() -> None:
+        codecs.append(await anyio.to_thread.run_sync(load_codec, settings.model.path, settings.rollout.template))
+        is_there.set()
+
+    async def loaded() -> TextCodec:
+        await is_there.wait()
+        return codecs[0]
+
+    async with anyio.create_task_group() as loading:
+        loading.start_soon(load)
+        yield loaded
 
 
 @asynccontextmanager

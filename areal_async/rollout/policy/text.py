@@ -15,6 +15,7 @@ from areal_async.process.gc_pauses import importing
 from areal_async.process.hub import local_model
 from areal_async.rollout.policy.images import ImageIntake, texts_in
 from areal_async.rollout.policy.messages import assistant_message, for_template, function_call
+from areal_async.rollout.policy.model_files import ModelText, read_files
 from areal_async.rollout.tools.parse import OPENINGS, ToolFormat, guess_format, is_in_thought
 from areal_async.rollout.user_code.boundary import attributed_to, shown
 from areal_async.vision.images import Image
@@ -250,18 +251,36 @@ def load_codec(
     setting: str = "model.path",
     template_setting: str = "rollout.template",
 ) -> TextCodec:
-    """Load the tokenizer of a model that ``setting`` names. Takes seconds: the library that reads it is large.
+    """Load the tokenizer of a model that ``setting`` names. Takes a second or more: the library that reads it is large.
 
     Raises:
         UserError: there is none, or it has no end token to stop at, or no model it is for, or ``template`` does not do.
     """
+    model = f"{setting} {model_path}"
+    with importing(), attributed_to(UserError, f"{model}: cannot load its tokenizer"):
+        found = read_files(model_path)
+    vision = None
+    if found is None:
+        found, vision = _read_by_library(model_path, model)
+    take_template(found.tokenizer, template, setting=template_setting)
+    if not found.end_ids:
+        raise UserError(f"{model}: names no end-of-turn token; set eos_token_id in its configuration")
+    return TextCodec(
+        found.tokenizer,
+        stop_token_ids=sorted(found.end_ids),
+        vocab_size=found.vocab_size,
+        template_arguments=template.arguments,
+        vision=vision,
+    )
+
+
+def _read_by_library(model_path: str, model: str) -> tuple[ModelText, VisionSpec | None]:
+    """Return what transformers makes of a model's files, and how the model sees; ``model`` names it in errors."""
     with importing():
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    model = f"{setting} {model_path}"
     with attributed_to(UserError, f"{model}: cannot load its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(model_path)
-    take_template(tokenizer, template, setting=template_setting)
     with attributed_to(UserError, f"{model}: cannot load its configuration"):
         config = AutoConfig.from_pretrained(model_path)
         vocab_size = config.get_text_config().vocab_size
@@ -272,12 +291,4 @@ def load_codec(
             eos = GenerationConfig.from_pretrained(model_path).eos_token_id
         ids |= set(eos if isinstance(eos, list) else [eos])
     ids.discard(None)
-    if not ids:
-        raise UserError(f"{model}: names no end-of-turn token; set eos_token_id in its configuration")
-    return TextCodec(
-        tokenizer,
-        stop_token_ids=sorted(ids),
-        vocab_size=vocab_size,
-        template_arguments=template.arguments,
-        vision=vision,
-    )
+    return ModelText(tokenizer, vocab_size, ids), vision
