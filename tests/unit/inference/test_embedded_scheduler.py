@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mistra
 from areal_async.errors import UserError
 from areal_async.inference.embedded.engine.grammar import Grammars
 from areal_async.inference.embedded.engine.images import PromptImages
+from areal_async.inference.embedded.engine.layers import is_plain
 from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.protocol import SamplingParams
 from areal_async.inference.embedded.engine.runner import ModelRunner, load_runner
@@ -28,7 +29,7 @@ from tests.unit.inference.embedded_engine import (
     reference_logprobs,
 )
 
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -126,6 +127,9 @@ def test_logprobs_equal_the_forward_pass_however_sequences_join_and_leave(
     [
         pytest.param(LlamaConfig(tie_word_embeddings=False, **TINY), id="llama"),
         pytest.param(Qwen2Config(**TINY), id="qwen2"),
+        pytest.param(
+            Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1, **TINY), id="one-sliding-layer"
+        ),
         pytest.param(MistralConfig(sliding_window=8, head_dim=16, **TINY), id="sliding-window"),
     ],
 )
@@ -142,6 +146,17 @@ def test_other_architectures_score_like_their_own_forward_pass(config: Pretraine
 
     for sequence in sequences:
         assert_scored_by(tmp_path, sequence)
+    assert is_plain(scheduler._runner.model) == (config.model_type != "mistral")
+
+
+def test_rounding_to_less_than_32_bits_is_the_forward_passs_own(old_model: Path) -> None:
+    runner, prompt = load(old_model, dtype="bfloat16"), prompt_of(30)
+    runner.reserve(1, len(prompt))
+    model = AutoModelForCausalLM.from_pretrained(old_model, dtype=torch.bfloat16)
+    scores = torch.log_softmax(runner.prefill([prompt], [0])[0].float(), dim=-1)
+
+    expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1].float(), dim=-1)
+    torch.testing.assert_close(scores, expected, atol=0.01, rtol=0)
 
 
 def test_a_model_with_another_kind_of_attention_is_a_users_mistake(tmp_path: Path) -> None:

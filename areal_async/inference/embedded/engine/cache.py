@@ -14,7 +14,7 @@ contributes exactly nothing.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,29 +29,59 @@ _POSITION_BLOCK = 16
 """Attended lengths are rounded up to this, so that shapes repeat."""
 
 
+class Segment(NamedTuple):
+    """One prompt among those packed into a pass."""
+
+    start: int
+    """First of its tokens in the pass; ``end`` is past the last."""
+    end: int
+    slot: int
+    cached: int = 0
+    """Positions of its slot, from the first, that are computed already: its tokens come after them."""
+
+
 @dataclass(slots=True)
 class ForwardPlan:
     """Where one forward pass writes its keys and values, and what each query may see."""
 
-    rows_T: torch.Tensor
-    """Row of the flat [S * L] cache for every token of the pass."""
-    segments: list[tuple[int, int]] | None = None
-    """Prefill: start and end of each packed prompt. None for a decoding step."""
-    positions_N: torch.Tensor | None = None
-    """Decoding: the position of each sequence's query."""
+    slots_T: torch.Tensor
+    """Slot of every token of the pass."""
+    positions_T: torch.Tensor
+    """Position of every token in its slot."""
+    segments: list[Segment] | None = None
+    """Prefill: the packed prompts. None for a decoding step, of one token for each of the first slots."""
     attended_tokens: int = 0
     """Decoding: L, the length of the view."""
     _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    _rows: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def extends(self) -> bool:
+        """Whether a prompt of the pass sees positions that an earlier pass computed."""
+        return self.segments is not None and any(segment.cached for segment in self.segments)
+
+    def laid_out(self, states_THD: torch.Tensor) -> torch.Tensor:
+        """Return the view that transformers' attention has: [1, H, T, D] of packed prompts, [N, H, 1, D] of a step."""
+        return states_THD[:, :, None] if self.segments is None else states_THD.transpose(0, 1)[None]
+
+    def rows(self, num_heads: int, slot_tokens: int) -> torch.Tensor:
+        """Return the rows [T * H] of a flat cache that the tokens are written to, built once per pass and shape."""
+        rows = self._rows.get((num_heads, slot_tokens))
+        if rows is None:
+            heads_H = torch.arange(num_heads, device=self.slots_T.device)
+            heads_TH = self.slots_T[:, None] * num_heads + heads_H
+            rows = (heads_TH * slot_tokens + self.positions_T[:, None]).flatten()
+            self._rows[num_heads, slot_tokens] = rows
+        return rows
 
     def decode_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return the additive mask [N, 1, 1, L] of a decoding step, built once per pass and kind of layer."""
         mask = self._masks.get((window, dtype))
         if mask is None:
-            assert self.positions_N is not None
-            columns_L = torch.arange(self.attended_tokens, device=self.positions_N.device)
-            is_hidden_NL = columns_L > self.positions_N[:, None]
+            columns_L = torch.arange(self.attended_tokens, device=self.positions_T.device)
+            is_hidden_NL = columns_L > self.positions_T[:, None]
             if window is not None:
-                is_hidden_NL |= columns_L <= self.positions_N[:, None] - window
+                is_hidden_NL |= columns_L <= self.positions_T[:, None] - window
             mask = torch.zeros(is_hidden_NL.shape, dtype=dtype, device=is_hidden_NL.device)
             mask = mask.masked_fill_(is_hidden_NL, float("-inf"))[:, None, None, :]
             self._masks[window, dtype] = mask
@@ -59,7 +89,7 @@ class ForwardPlan:
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer: [S, L, H, D] each."""
+    """Keys and values of one layer: [S, H, L, D] each, so that what one head reads lies together."""
 
     is_sliding = False
 
@@ -74,7 +104,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def _allocate(self, num_heads: int, head_dim: int, like: torch.Tensor) -> torch.Tensor:
-        shape = (self._owner.num_slots, self._owner.slot_tokens, num_heads, head_dim)
+        shape = (self._owner.num_slots, num_heads, self._owner.slot_tokens, head_dim)
         if like.device.type != "cpu":
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
         # numpy's zeros are pages the system gives on first touch: slots that are never that long cost nothing.
@@ -84,9 +114,9 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def resize(self) -> None:
         """Take the owner's new size, keeping what fits."""
         for index, old in enumerate(self.store):
-            new = self._allocate(old.shape[2], old.shape[3], old)
-            slots, tokens = min(old.shape[0], new.shape[0]), min(old.shape[1], new.shape[1])
-            new[:slots, :tokens] = old[:slots, :tokens]
+            new = self._allocate(old.shape[1], old.shape[3], old)
+            slots, tokens = min(old.shape[0], new.shape[0]), min(old.shape[2], new.shape[2])
+            new[:slots, :, :tokens] = old[:slots, :, :tokens]
             self.store[index] = new
 
     def update(
@@ -96,13 +126,17 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         plan = self._owner.plan
         for cached, new in zip(self.store, (key_states, value_states), strict=True):
-            rows = cached.view(-1, cached.shape[2] * cached.shape[3])
-            rows.index_copy_(0, plan.rows_T, new.transpose(1, 2).reshape(-1, rows.shape[1]))
-        if plan.segments is not None:
-            return key_states, value_states
-        view = (slice(0, key_states.shape[0]), slice(0, plan.attended_tokens))
+            _, num_heads, slot_tokens, head_dim = cached.shape
+            rows = plan.rows(num_heads, slot_tokens)
+            cached.view(-1, head_dim).index_copy_(0, rows, new.transpose(1, 2).reshape(-1, head_dim))
         keys, values = self.store
-        return keys[view].transpose(1, 2), values[view].transpose(1, 2)
+        if plan.segments is None:
+            view = (slice(0, key_states.shape[0]), slice(None), slice(0, plan.attended_tokens))
+            return keys[view], values[view]
+        if not plan.extends:
+            return key_states, value_states
+        views = [(s.slot, slice(None), slice(0, s.cached + s.end - s.start)) for s in plan.segments]
+        return tuple(torch.cat([store[view] for view in views], dim=1)[None] for store in self.store)  # type: ignore[return-value]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -120,14 +154,14 @@ class SlotCache(Cache):  # type: ignore[misc]
     def __init__(self, num_layers: int) -> None:
         self.num_slots = 1
         self.slot_tokens = _POSITION_BLOCK
-        self.plan = ForwardPlan(rows_T=torch.zeros(0, dtype=torch.long))
+        self.plan = ForwardPlan(*torch.zeros(2, 0, dtype=torch.long))
         self._slot_layers = [_SlotLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._slot_layers))
 
     @property
     def bytes_per_token(self) -> int:
         """What one position of one sequence costs over all layers; known after the first forward pass."""
-        return sum(tensor.shape[2] * tensor.shape[3] * tensor.element_size() for tensor in self._tensors())
+        return sum(tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in self._tensors())
 
     def resize(self, num_slots: int, slot_tokens: int) -> None:
         """Reallocate for ``num_slots`` sequences of ``slot_tokens``; what fits is kept."""
@@ -149,7 +183,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     def copy_slot(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first ``num_tokens`` positions of one slot to another."""
         for tensor in self._tensors():
-            tensor[target, :num_tokens] = tensor[source, :num_tokens]
+            tensor[target, :, :num_tokens] = tensor[source, :, :num_tokens]
 
     def attended_tokens(self, longest: int) -> int:
         """Return the length of the view that holds ``longest`` positions."""
@@ -190,12 +224,11 @@ def attend(
             "Llama; use SGLang for this model"
         )
     if slot_plan.segments is not None:
-        outputs = [
-            _attend_prompt(
-                query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], scaling, sliding_window
-            )
-            for start, end in slot_plan.segments
-        ]
+        outputs, key_end = [], 0
+        for start, end, _, cached in slot_plan.segments:
+            key_start, key_end = key_end, key_end + cached + end - start
+            seen = (key[:, :, key_start:key_end], value[:, :, key_start:key_end])
+            outputs.append(_attend_prompt(query[:, :, start:end], *seen, scaling, sliding_window))
         return torch.cat(outputs, dim=2).transpose(1, 2), None
     # The query heads that share a key head become its queries: no repeated keys, one mask for all.
     num_rows, num_heads, _, head_dim = query.shape
@@ -209,11 +242,13 @@ def attend(
 def _attend_prompt(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    length = query.shape[2]
+    length, num_seen = query.shape[2], key.shape[2]
     mask = None
-    if window is not None and length > window:
-        ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
-        mask = ones.tril_() & ~torch.ones_like(ones).tril_(-window)
+    if num_seen > length or (window is not None and length > window):
+        ones = torch.ones(length, num_seen, dtype=torch.bool, device=query.device)
+        mask = ones.tril(num_seen - length)
+        if window is not None:
+            mask &= ~ones.tril_(num_seen - length - window)
     is_grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped

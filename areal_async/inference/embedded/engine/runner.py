@@ -14,9 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from areal_async.errors import UserError
-from areal_async.inference.embedded.engine.cache import ATTENTION_NAME, ForwardPlan, SlotCache
+from areal_async.inference.embedded.engine.cache import ATTENTION_NAME, ForwardPlan, Segment, SlotCache
 from areal_async.inference.embedded.engine.errors import in_one_sentence
 from areal_async.inference.embedded.engine.images import PromptImages, lay_out
+from areal_async.inference.embedded.engine.layers import PlainLayers, is_plain
 from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.tower import VisionTower
 from areal_async.inference.embedded.engine.weights import Merged, StagedWeights, swap_weights
@@ -55,6 +56,7 @@ class ModelRunner:
         self.device: torch.device = model.device
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.cache = SlotCache(model.config.get_text_config().num_hidden_layers)
+        self._plain = PlainLayers(model, self.cache) if is_plain(model) else None
         self.context_length = context_length
         with torch.inference_mode():
             self.prefill([[0]], [0])
@@ -93,14 +95,15 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Compute whole prompts, packed into one sequence, in one forward pass."""
         ends = [0, *accumulate(map(len, prompts))]
-        bases = [slot * self.cache.slot_tokens for slot in slots]
-        rows = [range(base, base + len(prompt)) for prompt, base in zip(prompts, bases, strict=True)]
-        plan = ForwardPlan(rows_T=self._joined(rows), segments=list(pairwise(ends)))
+        plan = ForwardPlan(
+            slots_T=self._joined([slot] * len(prompt) for prompt, slot in zip(prompts, slots, strict=True)),
+            positions_T=self._joined(range(len(prompt)) for prompt in prompts),
+            segments=[Segment(start, end, slot) for (start, end), slot in zip(pairwise(ends), slots, strict=True)],
+        )
         ids_1T, last = self._joined(prompts)[None], self._joined([ends[1:]]) - 1
         if any(images):
             return self._forward_seeing(ids_1T, images, list(map(len, prompts)), plan, last)[0]
-        positions_1T = self._joined(range(len(prompt)) for prompt in prompts)[None]
-        return self._forward(ids_1T, positions_1T, plan, last)[0]
+        return self._forward(ids_1T, plan.positions_T[None], plan, last)[0]
 
     def decode(
         self, ids_N: torch.Tensor, positions_N: torch.Tensor, longest: int, deltas_N: torch.Tensor | None = None
@@ -112,29 +115,31 @@ class ModelRunner:
             longest: the highest position plus one, known on the host so that nothing waits for the device.
             deltas_N: what is added to ``positions_N`` where images stand before the token; None where none do.
         """
-        bases_N = torch.arange(len(ids_N), device=self.device) * self.cache.slot_tokens
         plan = ForwardPlan(
-            rows_T=bases_N + positions_N,
-            positions_N=positions_N,
+            slots_T=torch.arange(len(ids_N), device=self.device),
+            positions_T=positions_N,
             attended_tokens=self.cache.attended_tokens(longest),
         )
         placed_N = positions_N if deltas_N is None else positions_N + deltas_N
-        return self._forward(ids_N[:, None], placed_N[:, None], plan, 1)[:, -1]
+        return self._forward(ids_N[:, None], placed_N[:, None], plan, None)[:, -1]
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: ForwardPlan, logits_to_keep: int | torch.Tensor
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: ForwardPlan, kept: torch.Tensor | None
     ) -> torch.Tensor:
+        """Return the logits of one pass, in the shape of ``ids``, of all its tokens or of those in ``kept``."""
+        if self._plain is not None:
+            logits = self._plain.forward(ids.flatten(), positions.flatten(), plan, kept)
+            return logits[None] if kept is not None else logits.view(*ids.shape, -1)
         self.cache.plan = plan
-        output = self.model(
+        output: torch.Tensor = self.model(
             input_ids=ids,
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=logits_to_keep,
+            logits_to_keep=0 if kept is None else kept,
             slot_plan=plan,
-        )
-        logits: torch.Tensor = output.logits
-        return logits
+        ).logits
+        return output
 
     def _forward_seeing(
         self,
@@ -207,12 +212,12 @@ class ScoringRunner(ModelRunner):
         return scores
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: ForwardPlan, logits_to_keep: int | torch.Tensor
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: ForwardPlan, kept: torch.Tensor | None
     ) -> torch.Tensor:
         hidden = self.model.base_model(
             input_ids=ids, position_ids=positions, use_cache=False, slot_plan=plan
         ).last_hidden_state
-        scores: torch.Tensor = self.model.score(hidden[:, logits_to_keep])
+        scores: torch.Tensor = self.model.score(hidden[:, kept])
         return scores
 
 
