@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
 from areal_async.errors import UserError
+from areal_async.inference.embedded.engine.compute.layers import is_plain
 from areal_async.inference.embedded.engine.grammar import Grammars
 from areal_async.inference.embedded.engine.images import PromptImages
-from areal_async.inference.embedded.engine.layers import is_plain
 from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.protocol import SamplingParams
 from areal_async.inference.embedded.engine.runner import ModelRunner, load_runner

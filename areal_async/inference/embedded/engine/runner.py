@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from areal_async.errors import UserError
-from areal_async.inference.embedded.engine.cache import ATTENTION_NAME, ForwardPlan, Segment, SlotCache
+from areal_async.inference.embedded.engine.compute.cache import ATTENTION_NAME, ForwardPlan, Segment, SlotCache
+from areal_async.inference.embedded.engine.compute.layers import PlainLayers, is_plain
 from areal_async.inference.embedded.engine.errors import in_one_sentence
 from areal_async.inference.embedded.engine.images import PromptImages, lay_out
-from areal_async.inference.embedded.engine.layers import PlainLayers, is_plain
 from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.tower import VisionTower
 from areal_async.inference.embedded.engine.weights import Merged, StagedWeights, swap_weights
@@ -74,31 +74,43 @@ class ModelRunner:
         prompts: Sequence[Sequence[int]],
         slots: Sequence[int],
         images: Sequence[PromptImages | None] | None = None,
+        cached: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Compute whole prompts into their slots; return the logits [len(prompts), V] after their last tokens.
+        """Compute prompts into their slots; return the logits [len(prompts), V] after their last tokens.
 
         Args:
-            prompts: expanded, with what was sampled after them.
+            prompts: expanded, with what was sampled after them, without what is cached.
             images: what each prompt shows; None for text alone.
+            cached: positions of each slot that are computed already, and come before the prompt; 0 with images.
         """
         images = images or [None] * len(prompts)
+        cached = cached or [0] * len(prompts)
         ends = list(accumulate(map(len, prompts)))
         if self.device.type != "cpu" or len(prompts) == 1 or ends[-1] <= _CPU_PASS_TOKENS:
-            return self._prefill_pass(prompts, slots, images)
+            return self._prefill_pass(prompts, slots, images, cached)
         passes = groupby(range(len(prompts)), key=lambda index: ends[index] // _CPU_PASS_TOKENS)
         members = [list(indices) for _, indices in passes]
         parts = [slice(m[0], m[-1] + 1) for m in members]
-        return torch.cat([self._prefill_pass(prompts[part], slots[part], images[part]) for part in parts])
+        return torch.cat([self._prefill_pass(prompts[part], slots[part], images[part], cached[part]) for part in parts])
 
     def _prefill_pass(
-        self, prompts: Sequence[Sequence[int]], slots: Sequence[int], images: Sequence[PromptImages | None]
+        self,
+        prompts: Sequence[Sequence[int]],
+        slots: Sequence[int],
+        images: Sequence[PromptImages | None],
+        cached: Sequence[int],
     ) -> torch.Tensor:
-        """Compute whole prompts, packed into one sequence, in one forward pass."""
+        """Compute prompts, packed into one sequence, in one forward pass."""
         ends = [0, *accumulate(map(len, prompts))]
         plan = ForwardPlan(
             slots_T=self._joined([slot] * len(prompt) for prompt, slot in zip(prompts, slots, strict=True)),
-            positions_T=self._joined(range(len(prompt)) for prompt in prompts),
-            segments=[Segment(start, end, slot) for (start, end), slot in zip(pairwise(ends), slots, strict=True)],
+            positions_T=self._joined(
+                range(first, first + len(prompt)) for prompt, first in zip(prompts, cached, strict=True)
+            ),
+            segments=[
+                Segment(start, end, slot, first)
+                for (start, end), slot, first in zip(pairwise(ends), slots, cached, strict=True)
+            ],
         )
         ids_1T, last = self._joined(prompts)[None], self._joined([ends[1:]]) - 1
         if any(images):
@@ -167,17 +179,20 @@ class ModelRunner:
     def swap_weights(self, staged: StagedWeights) -> None:
         """Point the model at other weights; what the tower saw by the old ones is forgotten."""
         self.merged = swap_weights(self.model, staged, self.merged)
+        self.cache.held.clear()
         if self.tower is not None:
             self.tower.forget()
 
-    def reserve(self, num_slots: int, slot_tokens: int) -> None:
-        """Make room for ``num_slots`` sequences of ``slot_tokens``.
+    def reserve(self, num_slots: int, slot_tokens: int, *, spare_slots: int = 0) -> None:
+        """Make room for ``num_slots`` sequences of ``slot_tokens``, and where the budget allows for some more to keep.
 
         Sizes grow in powers of two while the budget allows, and then the whole budget is taken at once: growing copies.
         """
-        if num_slots <= self.cache.num_slots and slot_tokens <= self.cache.slot_tokens:
+        affordable = self.max_total_tokens // max(self.cache.slot_tokens, slot_tokens)
+        wanted = max(num_slots, min(num_slots + spare_slots, affordable))
+        if wanted <= self.cache.num_slots and slot_tokens <= self.cache.slot_tokens:
             return
-        slots = max(self.cache.num_slots, 1 << (num_slots - 1).bit_length())
+        slots = max(self.cache.num_slots, 1 << (wanted - 1).bit_length())
         tokens = max(self.cache.slot_tokens, 1 << (slot_tokens - 1).bit_length())
         if slots * tokens > self.max_total_tokens:
             tokens = slot_tokens

@@ -1,8 +1,8 @@
 """Who runs next: continuous batching over the slots of one model.
 
 Sequences wait in order of arrival; a step admits what fits, computes the admitted prompts in one packed forward pass,
-then decodes one token for every running sequence. Siblings with the same prompt copy its cache instead of computing it
-again, within one version of the weights.
+then decodes one token for every running sequence. What any slot holds of a prompt, of a running sequence or of one that
+has ended, is copied instead of computed again, within one version of the weights.
 
 Invariants: running sequence i is in slot i; weights, pauses and aborts act between steps only, so each token has
 exactly one version; a sequence is admitted only with room for the longest it may become, so none is ever evicted.
@@ -13,8 +13,10 @@ Everything here is synchronous and belongs to the model thread.
 import enum
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from areal_async.inference.embedded.engine.batch import DecodeBatch
+from areal_async.inference.embedded.engine.compute.held import LEAST_SHARED
 from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.runner import ModelRunner
 from areal_async.inference.embedded.engine.sampling import Drawn
@@ -30,6 +32,26 @@ class PauseMode(enum.StrEnum):
     ABORT = "abort"
     RETRACT = "retract"
     IN_PLACE = "in_place"
+
+
+@dataclass(slots=True)
+class _Admitted:
+    """A sequence that takes a slot in this step."""
+
+    sequence: RunningSequence
+    source: int
+    """Slot that holds the beginning of its tokens."""
+    num_held: int
+    """How many of them; 0 for none."""
+
+    @property
+    def num_left(self) -> int:
+        return self.sequence.num_tokens - self.num_held
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether only the last token is left: a decoding step computes it."""
+        return self.num_held > 0 and self.num_left == 1
 
 
 class Scheduler:
@@ -97,6 +119,7 @@ class Scheduler:
             self.abort_all()
         elif mode is PauseMode.RETRACT:
             for sequence in self._running:
+                self._keep(sequence)
                 sequence.slot = -1
                 sequence.num_retractions += 1
             self._waiting.extendleft(reversed(self._running))
@@ -146,60 +169,75 @@ class Scheduler:
         self.weight_version = weight_version
 
     def _admit(self) -> None:
-        """Give slots to waiting sequences, in order, and compute or copy their prompts."""
-        to_prefill: list[RunningSequence] = []
-        to_copy: list[tuple[RunningSequence, RunningSequence]] = []
+        """Give slots to waiting sequences, in order, and compute of their prompts what no slot holds."""
+        new: list[_Admitted] = []
         longest = max((sequence.longest_tokens for sequence in self._running), default=0)
         budget = self._max_prefill_tokens
+        first_new = len(self._running)
         while self._waiting and len(self._running) < self._max_running:
             sequence = self._waiting[0]
-            sibling = self._find_sibling(sequence)
-            if sibling is None and to_prefill and sequence.num_tokens > budget:
-                break
             longest = max(longest, sequence.longest_tokens)
-            if self._running and (len(self._running) + 1) * longest > self._runner.max_total_tokens:
+            num_slots = len(self._running) + 1
+            if self._running and num_slots * longest > self._runner.max_total_tokens:
                 break
+            # Before the search: a cache at the end of its budget has fewer slots when they are longer.
+            self._runner.reserve(num_slots, longest, spare_slots=num_slots)
+            one = _Admitted(sequence, *self._find_held(sequence))
+            cost = 0 if one.is_whole else one.num_left
+            if cost > budget and any(not other.is_whole for other in new):
+                break
+            if one.num_held and not one.is_whole and first_new <= one.source < len(self._running):
+                break  # the prompt that it goes on from is computed in this very step
             self._waiting.popleft()
-            sequence.slot = len(self._running)
-            sequence.prompt_epoch = self._epoch
-            self._running.append(sequence)
-            if sibling is None:
-                budget -= sequence.num_tokens
-                to_prefill.append(sequence)
-            else:
-                to_copy.append((sibling, sequence))
-        if to_prefill or to_copy:
-            longest = max(sequence.longest_tokens for sequence in self._running)
-            self._runner.reserve(len(self._running), longest)
-            self._fill(to_prefill, to_copy)
+            budget -= cost
+            self._place(one, is_computed=not first_new <= one.source < len(self._running))
+            new.append(one)
+        if new:
+            self._fill(new)
             self._batch = None
 
-    def _find_sibling(self, sequence: RunningSequence) -> RunningSequence | None:
-        """Find a running sequence whose prompt is the same, images too, and was computed by today's weights."""
-        if sequence.output_ids or len(sequence.prompt_ids) == 1:
-            return None
-        for other in self._running:
-            if (
-                other.prompt_hash == sequence.prompt_hash
-                and other.prompt_epoch == self._epoch
-                and other.prompt_ids == sequence.prompt_ids
-                and other.shown == sequence.shown
-            ):
-                return other
-        return None
+    def _find_held(self, sequence: RunningSequence) -> tuple[int, int]:
+        """Return a slot and how much it holds of the sequence's tokens, at most all but the last; 0 if not worth it."""
+        tokens = sequence.tokens
+        source, num_held = self._runner.cache.held.find(tokens, sequence.shown)
+        most = len(tokens) - 1
+        num_held = min(num_held, most)
+        # The images' part of a pass is computed for whole prompts.
+        is_enough = num_held == most or (num_held >= LEAST_SHARED and sequence.images is None)
+        return source, num_held if is_enough else 0
 
-    def _fill(self, to_prefill: list[RunningSequence], to_copy: list[tuple[RunningSequence, RunningSequence]]) -> None:
+    def _place(self, one: _Admitted, *, is_computed: bool) -> None:
+        """Give a sequence the next slot, with what another holds of its tokens; what the slot held goes elsewhere."""
+        cache, sequence, slot = self._runner.cache, one.sequence, len(self._running)
+        sequence.slot, sequence.prompt_epoch = slot, self._epoch
+        self._running.append(sequence)
+        oldest = cache.held.oldest(slot)
+        is_own = one.num_held and one.source == slot
+        if oldest != slot and not is_own and (num_kept := cache.held.length(slot)):
+            cache.copy_slot(slot, oldest, num_kept)
+        if not sequence.output_ids:
+            sequence.cached_tokens = one.num_held
+        if one.num_held and one.source != slot and is_computed:
+            cache.copy_slot(one.source, slot, one.num_held)
+            one.source = slot
+        tokens = sequence.tokens
+        cache.held.put(slot, tokens[:-1] if one.is_whole else tokens, sequence.shown)
+
+    def _fill(self, new: list[_Admitted]) -> None:
         logits = None
+        to_prefill = [one for one in new if not one.is_whole]
         if to_prefill:
-            tokens = [(*sequence.prompt_ids, *sequence.output_ids) for sequence in to_prefill]
-            slots = [sequence.slot for sequence in to_prefill]
-            logits = self._runner.prefill(tokens, slots, [sequence.images for sequence in to_prefill])
-        for sibling, sequence in to_copy:
+            tokens = [one.sequence.tokens[one.num_held :] for one in to_prefill]
+            images = [one.sequence.images for one in to_prefill]
+            slots, cached = [one.sequence.slot for one in to_prefill], [one.num_held for one in to_prefill]
+            logits = self._runner.prefill(tokens, slots, images, cached)
+        for one in new:
             # All but the last token: decoding that one is what yields the first logits.
-            sequence.cached_tokens = len(sequence.prompt_ids) - 1
-            self._runner.cache.copy_slot(sibling.slot, sequence.slot, sequence.cached_tokens)
+            if one.is_whole and one.source != one.sequence.slot:
+                self._runner.cache.copy_slot(one.source, one.sequence.slot, one.num_held)
         if logits is not None:
-            self._take_tokens(to_prefill, self._batch_of(to_prefill).sample(logits))
+            sequences = [one.sequence for one in to_prefill]
+            self._take_tokens(sequences, self._batch_of(sequences).sample(logits))
 
     def _decode(self) -> None:
         batch = self._batch
@@ -235,13 +273,20 @@ class Scheduler:
             hole = sequence.slot
             if sequence.is_poisoned:
                 cache.clear_slot(hole)
+            else:
+                self._keep(sequence)
             last = self._running.pop()
             if last is not sequence:
-                cache.copy_slot(last.slot, hole, last.num_tokens)
+                cache.exchange_slots(last.slot, hole, max(last.num_tokens, sequence.num_tokens))
                 last.slot = hole
                 self._running[hole] = last
             sequence.slot = -1
         self._batch = None
+
+    def _keep(self, sequence: RunningSequence) -> None:
+        """Let others go on from all that a leaving sequence computed, if one version of the weights computed it."""
+        if sequence.prompt_epoch == self._epoch and sequence.images is None:
+            self._runner.cache.held.put(sequence.slot, sequence.tokens[:-1])
 
     def _abort_where(self, is_meant: Callable[[RunningSequence], bool]) -> None:
         running = [sequence for sequence in self._running if is_meant(sequence)]

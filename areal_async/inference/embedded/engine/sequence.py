@@ -56,8 +56,6 @@ class RunningSequence:
     emit: Callable[["RunningSequence", Piece], None]
     """Called on the event loop's thread with this sequence."""
 
-    prompt_hash: int = field(init=False)
-    """Makes the search for siblings cheap."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
@@ -74,13 +72,15 @@ class RunningSequence:
     is_poisoned: bool = False
     """Whether the model produced NaN for it: then its cache holds some too."""
 
-    def __post_init__(self) -> None:
-        self.prompt_hash = hash((self.prompt_ids, self.shown))
-
     @property
     def shown(self) -> tuple[SeenImage, ...]:
         """The images of the prompt: prompts of the same tokens may show others."""
         return () if self.images is None else self.images.images
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and output so far."""
+        return (*self.prompt_ids, *self.output_ids)
 
     @property
     def num_tokens(self) -> int:

@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from areal_async.errors import UserError
+from areal_async.inference.embedded.engine.compute.held import HeldTokens
 
 ATTENTION_NAME = "areal_async_slots"
 _POSITION_BLOCK = 16
@@ -154,6 +155,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     def __init__(self, num_layers: int) -> None:
         self.num_slots = 1
         self.slot_tokens = _POSITION_BLOCK
+        self.held = HeldTokens(self.num_slots, self.slot_tokens)
         self.plan = ForwardPlan(*torch.zeros(2, 0, dtype=torch.long))
         self._slot_layers = [_SlotLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._slot_layers))
@@ -166,12 +168,14 @@ class SlotCache(Cache):  # type: ignore[misc]
     def resize(self, num_slots: int, slot_tokens: int) -> None:
         """Reallocate for ``num_slots`` sequences of ``slot_tokens``; what fits is kept."""
         self.num_slots, self.slot_tokens = num_slots, slot_tokens
+        self.held = self.held.resized(num_slots, slot_tokens)
         for layer in self._slot_layers:
             layer.resize()
 
     def clear(self) -> None:
         """Start empty: what a broken model wrote (NaN) must not outlive its weights, nor memory its need."""
         self.num_slots, self.slot_tokens = 1, _POSITION_BLOCK
+        self.held = HeldTokens(self.num_slots, self.slot_tokens)
         for layer in self._slot_layers:
             layer.store = []
 
@@ -179,11 +183,19 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Zero one slot."""
         for tensor in self._tensors():
             tensor[slot].zero_()
+        self.held.put(slot, [])
 
     def copy_slot(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first ``num_tokens`` positions of one slot to another."""
         for tensor in self._tensors():
             tensor[target, :, :num_tokens] = tensor[source, :, :num_tokens]
+        self.held.copy(source, target, num_tokens)
+
+    def exchange_slots(self, one: int, other: int, num_tokens: int) -> None:
+        """Exchange the first ``num_tokens`` positions of two slots; neither holds more."""
+        for tensor in self._tensors():
+            tensor[[one, other], :, :num_tokens] = tensor[[other, one], :, :num_tokens]
+        self.held.exchange(one, other)
 
     def attended_tokens(self, longest: int) -> int:
         """Return the length of the view that holds ``longest`` positions."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from areal_async.inference.embedded.engine.cache import ForwardPlan, SlotCache, attend
+from areal_async.inference.embedded.engine.compute.cache import ForwardPlan, SlotCache, attend
 
 _PLAIN_LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 
