@@ -68,7 +68,6 @@ async def sandbox(limits: BoxLimits | None = None, *, keepers: BoxKeepers = KEEP
         try:
             await _try_walls(keeper, keepers)
             await box._start(is_new=True)
-            box._began_cpu_s = await keeper.used_cpu_s()
             watching = asyncio.get_running_loop().create_task(box._watch())
             try:
                 yield box
@@ -94,8 +93,6 @@ class Box:
         self._snapshot = ""
         self._is_new_shell = False
         self._why_gone = ""
-        self._began_cpu_s = 0.0
-        """What its keeper had used before."""
 
     @property
     def can_overlay(self) -> bool:
@@ -348,7 +345,7 @@ class Box:
 
     async def _watch(self) -> None:
         """Look at what the box holds and has used, again and again, and end what is too much."""
-        looked_s = 0.0
+        looked_s, began_cpu_s = 0.0, await self._keeper.used_cpu_s()
         while not self._why_gone:
             shell = self._shell
             is_running = shell is not None and not shell.is_idle
@@ -358,7 +355,7 @@ class Box:
                     await self._end_all_for(End.OUT_OF_MEMORY)
                 if time.monotonic() - looked_s > LOOK_BETWEEN_S:
                     looked_s = time.monotonic()
-                    if await self._keeper.used_cpu_s() - self._began_cpu_s > self.limits.box_cpu_s:
+                    if await self._keeper.used_cpu_s() - began_cpu_s > self.limits.box_cpu_s:
                         self._end(f"it has used more than {self.limits.box_cpu_s:g} s of processor time")
             if time.monotonic() > self._ends_at_s:
                 self._end(f"it is older than {self.limits.box_wall_s:g} s")
