@@ -71,7 +71,9 @@ class VersionWriter:
         if self._rank == 0:
             while not self._is_closed:
                 await self._order(WAIT)
-                await anyio.sleep(self._orders.deadline_s / WAITS_PER_DEADLINE)
+                with anyio.move_on_after(self._orders.deadline_s / WAITS_PER_DEADLINE):
+                    while not self._is_closed:
+                        await self._changed.wait()
             return
         async with anyio.create_task_group() as jobs:
             while (order := await self._order()) != END:
@@ -83,6 +85,7 @@ class VersionWriter:
     async def close(self) -> None:
         """End ``run`` on every rank, once what was ordered is written. Every rank calls it."""
         self._is_closed = True
+        self._changed.ring()
         if self._rank == 0:
             await self._order(END)
         else:
