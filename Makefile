@@ -135,9 +135,8 @@ $(CODING_AGENTS)/.installed: tools/agents_cli.txt
 	npm install --prefix $(CODING_AGENTS) --no-audit --no-fund --silent $$(grep -v "^\#" tools/agents_cli.txt)
 	@touch $@
 
-# Ray's own extra is what takes jobs.
 $(VENV)/.ray: $(STAMP)
-	$(BIN)/python $(INSTALL) -c $(CONSTRAINTS) -e ".[ray]" "ray[default]"
+	$(BIN)/python $(INSTALL) -c $(CONSTRAINTS) -e ".[ray]"
 	@touch $@
 
 clean:
