@@ -345,7 +345,7 @@ class Box:
 
     async def _watch(self) -> None:
         """Look at what the box holds and has used, again and again, and end what is too much."""
-        looked_s, began_cpu_s = 0.0, await self._keeper.used_cpu_s()
+        looked_s = 0.0
         while not self._why_gone:
             shell = self._shell
             is_running = shell is not None and not shell.is_idle
@@ -355,7 +355,7 @@ class Box:
                     await self._end_all_for(End.OUT_OF_MEMORY)
                 if time.monotonic() - looked_s > LOOK_BETWEEN_S:
                     looked_s = time.monotonic()
-                    if await self._keeper.used_cpu_s() - began_cpu_s > self.limits.box_cpu_s:
+                    if await self._keeper.used_cpu_s() - self._keeper.began_cpu_s > self.limits.box_cpu_s:
                         self._end(f"it has used more than {self.limits.box_cpu_s:g} s of processor time")
             if time.monotonic() > self._ends_at_s:
                 self._end(f"it is older than {self.limits.box_wall_s:g} s")

@@ -36,6 +36,8 @@ class BoxKeeper(WarmSandbox):
     }
     can_overlay = False
     """Whether a reset lays an empty file system over the snapshot; else it copies the snapshot."""
+    began_cpu_s = 0.0
+    """Processor time that it had used before it was lent: it is looked at when nobody waits for its box."""
 
     def _is_ready(self, answer: bytes) -> None:
         self.can_overlay = bool(json.loads(answer)["can_overlay"])
@@ -103,6 +105,7 @@ class BoxKeepers:
                 if not keeper.is_running:
                     await keeper.stop()
                     await keeper.start()
+                    keeper.began_cpu_s = await keeper.used_cpu_s()
                 yield keeper
             finally:
                 await self._take_back(keeper)
@@ -122,6 +125,7 @@ class BoxKeepers:
             try:
                 if keeper.is_running:
                     await keeper.ask({})
+                    keeper.began_cpu_s = await keeper.used_cpu_s()
             except SandboxGone as exc:
                 log.warning("sandbox.gone", cause=str(exc))
             if keeper.is_running and len(self._idle) < MAX_IDLE:
