@@ -12,7 +12,7 @@ import anyio
 import anyio.to_thread
 
 from areal_async.config.settings import Settings, TaskSettings
-from areal_async.errors import leaves_of
+from areal_async.errors import UserError, leaves_of
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.commands import NO_VERSION, draws_by_seed
 from areal_async.inference.external_servers import Facts, visited_servers
@@ -101,17 +101,25 @@ async def opened_trial(
 
 @asynccontextmanager
 async def _loading_codec(settings: Settings) -> AsyncIterator[Callable[[], Awaitable[TextCodec]]]:
-    """Load the tokenizer while the block runs, a server starting in it, say; yield what waits for it."""
-    codecs = list[TextCodec]()
+    """Load the tokenizer while the block runs, a server starting in it, say; yield what waits for it.
+
+    That raises what is wrong with it, so that of two mistakes the same is told each time.
+    """
+    outcomes = list[TextCodec | UserError]()
     is_there = anyio.Event()
 
     async def load() -> None:
-        codecs.append(await anyio.to_thread.run_sync(load_codec, settings.model.path, settings.rollout.template))
+        try:
+            outcomes.append(await anyio.to_thread.run_sync(load_codec, settings.model.path, settings.rollout.template))
+        except UserError as exc:
+            outcomes.append(exc)
         is_there.set()
 
     async def loaded() -> TextCodec:
         await is_there.wait()
-        return codecs[0]
+        if isinstance(outcomes[0], UserError):
+            raise outcomes[0]
+        return outcomes[0]
 
     async with anyio.create_task_group() as loading:
         loading.start_soon(load)
