@@ -17,7 +17,7 @@ MORE_AGENTS := .venv-agents-more
 CODING_AGENTS := .agents-cli
 export NEED_AGENTS := $(AGENTS)/bin/python
 
-.PHONY: run collected browser agents agents-more environments ray sglang test test-environments test-runs test-sglang test-gpu test-slurm test-hosts test-ray faults faults-quick nightly
+.PHONY: run collected browser agents agents-more environments ray sglang test test-environments test-runs test-sglang test-gpu test-slurm test-hosts test-ray faults faults-quick figures nightly
 .PHONY: check lint types site docs setup clean
 
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
@@ -72,6 +72,9 @@ faults: $(STAMP)  ## every fault of the matrix against real runs; under an hour 
 
 faults-quick: $(STAMP)  ## a selection of the faults, one seed each; under 8 minutes on two cores
 	$(BIN)/python -m tools.faults --quick $(ARGS)
+
+figures: $(STAMP)  ## the ratios that have a peer, measured small, with the peers' versions
+	$(BIN)/python -m tools.figures $(ARGS)
 
 nightly: $(STAMP) ray agents agents-more environments sglang  ## the longer proofs: each test on both event loops, every fault and what is beside its row, millions of inputs and of steps of the protocol
 	$(MAKE) test ARGS=--both-loops
