@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from areal_async.errors import UserError
-from areal_async.inference.embedded.engine.compute.layers import is_plain
+from areal_async.inference.embedded.engine.compute.layers import PlainModel
 from areal_async.inference.embedded.engine.grammar import Grammars
 from areal_async.inference.embedded.engine.images import PromptImages
 from areal_async.inference.embedded.engine.options import EngineOptions
@@ -126,6 +134,15 @@ def test_logprobs_equal_the_forward_pass_however_sequences_join_and_leave(
     "config",
     [
         pytest.param(LlamaConfig(tie_word_embeddings=False, **TINY), id="llama"),
+        pytest.param(LlamaConfig(attention_bias=True, mlp_bias=True, **TINY), id="biases"),
+        pytest.param(
+            LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 500.0}, **TINY), id="other-frequencies"
+        ),
+        pytest.param(
+            LlamaConfig(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, **TINY),
+            id="scaled-frequencies",
+        ),
+        pytest.param(Qwen3Config(head_dim=32, attention_bias=True, **TINY), id="qwen3"),
         pytest.param(Qwen2Config(**TINY), id="qwen2"),
         pytest.param(
             Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1, **TINY), id="one-sliding-layer"
@@ -136,7 +153,13 @@ def test_logprobs_equal_the_forward_pass_however_sequences_join_and_leave(
 def test_other_architectures_score_like_their_own_forward_pass(config: PretrainedConfig, tmp_path: Path) -> None:
     torch.manual_seed(0)
     with torch.inference_mode(False):
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+        model = AutoModelForCausalLM.from_config(config)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # else they are zeros, and norms ones
+                torch.nn.init.normal_(parameter, std=0.2)
+            elif "norm" in name:
+                torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+        model.save_pretrained(tmp_path)
     scheduler = scheduler_of(load(tmp_path))
     sequences = [sequence_of(prompt_of(3 + 9 * i, seed=i), 20, seed=i) for i in range(3)]
     for sequence in sequences:
@@ -146,7 +169,8 @@ def test_other_architectures_score_like_their_own_forward_pass(config: Pretraine
 
     for sequence in sequences:
         assert_scored_by(tmp_path, sequence)
-    assert is_plain(scheduler._runner.model) == (config.model_type != "mistral")
+    is_plain = config.model_type != "mistral" and config.rope_parameters["rope_type"] == "default"
+    assert isinstance(scheduler._runner.model, PlainModel) == is_plain
 
 
 def test_rounding_to_less_than_32_bits_is_the_forward_passs_own(old_model: Path) -> None:

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from areal_async.errors import UserError
-from areal_async.inference.embedded.engine.compute.cache import ATTENTION_NAME, ForwardPlan, Segment, SlotCache
-from areal_async.inference.embedded.engine.compute.layers import PlainLayers, is_plain
-from areal_async.inference.embedded.engine.errors import in_one_sentence
+from areal_async.inference.embedded.engine.compute.cache import ForwardPlan, Segment, SlotCache
+from areal_async.inference.embedded.engine.compute.layers import PlainModel
+from areal_async.inference.embedded.engine.errors import WeightsError, in_one_sentence
 from areal_async.inference.embedded.engine.images import PromptImages, lay_out
 from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.tower import VisionTower
-from areal_async.inference.embedded.engine.weights import Merged, StagedWeights, swap_weights
+from areal_async.inference.embedded.engine.weights import Merged, StagedWeights, read_checkpoint, swap_weights
 from areal_async.process.device import own_device
 from areal_async.vision.spec import VisionSpec
 
@@ -31,8 +30,6 @@ _CUDA_MEMORY_SHARE = 0.6
 _CPU_PASS_TOKENS = 2048
 """Prompts are computed in passes of about this many tokens on a CPU: the activations of larger ones leave its caches,
 which costs a third (6,600 tokens of the tiny model on one core: 0.40 s in one pass, 0.29 s in four)."""
-_SEEING_ATTENTION = {"text_config": ATTENTION_NAME, "vision_config": "sdpa"}
-"""By part of a model that sees: within an image nothing is causal, and nothing is cached."""
 MAX_SCORED_TOKENS = 8192
 """Tokens of prompts that are scored together, unless one prompt alone has more."""
 
@@ -56,7 +53,7 @@ class ModelRunner:
         self.device: torch.device = model.device
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.cache = SlotCache(model.config.get_text_config().num_hidden_layers)
-        self._plain = PlainLayers(model, self.cache) if is_plain(model) else None
+        self._past = None if isinstance(model, PlainModel) else _as_past(self.cache)
         self.context_length = context_length
         with torch.inference_mode():
             self.prefill([[0]], [0])
@@ -139,14 +136,14 @@ class ModelRunner:
         self, ids: torch.Tensor, positions: torch.Tensor, plan: ForwardPlan, kept: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the logits of one pass, in the shape of ``ids``, of all its tokens or of those in ``kept``."""
-        if self._plain is not None:
-            logits = self._plain.forward(ids.flatten(), positions.flatten(), plan, kept)
+        if self._past is None:
+            logits: torch.Tensor = self.model(ids.flatten(), positions.flatten(), plan, self.cache, kept)
             return logits[None] if kept is not None else logits.view(*ids.shape, -1)
         self.cache.plan = plan
         output: torch.Tensor = self.model(
             input_ids=ids,
             position_ids=positions,
-            past_key_values=self.cache,
+            past_key_values=self._past,
             use_cache=True,
             logits_to_keep=0 if kept is None else kept,
             slot_plan=plan,
@@ -169,7 +166,7 @@ class ModelRunner:
         output = self.model.model.language_model(
             **self.tower.inputs(ids_1T, is_image_T, shown),
             position_ids=positions_3T[:, None],
-            past_key_values=self.cache,
+            past_key_values=self._past,
             use_cache=True,
             slot_plan=plan,
         )
@@ -242,48 +239,44 @@ def load_runner(options: EngineOptions, path: Path) -> ModelRunner:
     Raises:
         UserError: the device or the model is unusable.
     """
-    with in_one_sentence(f"model at {path}"):
-        if not options.is_embedding:
-            vision = VisionSpec.read(path)
-            factory = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
-            attention = ATTENTION_NAME if vision is None else _SEEING_ATTENTION
-            model, context_length = _load_model(
-                factory, options, path, remedy="check --model-path", attention=attention
-            )
-            return ModelRunner(
-                model, context_length=context_length, max_total_tokens=options.max_total_tokens, vision=vision
-            )
-        remedy = "need a sequence classifier with its head, as reward-model writes one"
-        model, context_length = _load_model(AutoModelForSequenceClassification, options, path, remedy=remedy)
-        if not hasattr(model, "score"):
-            raise UserError(
-                f"model at {path}: got a classifier of type {model.config.model_type} without a head named score, need "
-                "a decoder such as Qwen2, Qwen3 or Llama"
-            )
-        return ScoringRunner(model, context_length=context_length, max_total_tokens=MAX_SCORED_TOKENS)
-
-
-def _load_model(
-    factory: Any,
-    options: EngineOptions,
-    path: Path,
-    *,
-    remedy: str,
-    attention: str | dict[str, str] = ATTENTION_NAME,
-) -> tuple[Any, int]:
-    """Return the model on its device, and its context length."""
     device = _resolve_device(options.device)
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
-    dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    model, loading = factory.from_pretrained(path, dtype=dtype, attn_implementation=attention, output_loading_info=True)
-    if loading["missing_keys"] or loading["mismatched_keys"]:
-        raise UserError(
-            f"model at {path}: {len(loading['missing_keys'])} tensors missing and "
-            f"{len(loading['mismatched_keys'])} of the wrong shape; {remedy}"
+    with in_one_sentence(f"model at {path}"):
+        vision = VisionSpec.read(path) if not options.is_embedding else None
+        model = _load_model(options, path, device, sees=vision is not None)
+        context_length = options.context_length or model.config.get_text_config().max_position_embeddings
+        if options.is_embedding:
+            return ScoringRunner(model, context_length=context_length, max_total_tokens=MAX_SCORED_TOKENS)
+        return ModelRunner(
+            model, context_length=context_length, max_total_tokens=options.max_total_tokens, vision=vision
         )
-    context_length = options.context_length or model.config.get_text_config().max_position_embeddings
-    return model.to(device).eval().requires_grad_(False), context_length
+
+
+def _load_model(options: EngineOptions, path: Path, device: torch.device, *, sees: bool) -> Any:
+    if not options.is_embedding and not sees:
+        plain = read_plain_model(path, dtype=options.dtype, device=device)
+        if plain is not None:
+            return plain
+    from areal_async.inference.embedded.engine.compute.through_transformers import load_model, load_scorer
+
+    dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+    model = load_scorer(path, dtype=dtype) if options.is_embedding else load_model(path, sees=sees, dtype=dtype)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def read_plain_model(path: Path, *, dtype: str, device: torch.device) -> PlainModel | None:
+    """Return the model in folder ``path``; None where it is of another kind, or its files are not whole."""
+    try:
+        return PlainModel.read(path, dict(read_checkpoint(path)), dtype=dtype, device=device)
+    except WeightsError:
+        return None
+
+
+def _as_past(cache: SlotCache) -> Any:
+    from areal_async.inference.embedded.engine.compute.through_transformers import as_past
+
+    return as_past(cache)
 
 
 def _resolve_device(name: str) -> torch.device:

@@ -54,7 +54,7 @@ def stage_weights(model: torch.nn.Module, model_path: str, merged: Merged | None
     try:
         if is_adapter(folder):
             return _stage_adapter(model, folder, merged or Merged())
-        staged, unknown, missing = _stage(model, _read_tensors(folder))
+        staged, unknown, missing = _stage(model, read_checkpoint(folder))
         if missing or unknown:
             raise WeightsError(
                 f"{len(missing)} tensors missing (first: {missing[:1]}), {len(unknown)} unknown "
@@ -152,7 +152,12 @@ def checksum_weights(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
-def _read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and tensor of all that a checkpoint's files hold, each a view of a file.
+
+    Raises:
+        WeightsError: there are none, or one cannot be read.
+    """
     for file in _checkpoint_files(folder):
         try:
             yield from read_tensors(file)

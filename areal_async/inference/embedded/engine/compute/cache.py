@@ -1,4 +1,4 @@
-"""The batched key-value cache, and the attention that reads it, behind transformers' ordinary interfaces.
+"""The batched key-value cache, and the attention that reads it.
 
 Letters: S slots, L positions, H key-value heads, Q query heads, D head size, T tokens of this forward pass, N running
 sequences.
@@ -19,13 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from areal_async.errors import UserError
 from areal_async.inference.embedded.engine.compute.held import HeldTokens
 
-ATTENTION_NAME = "areal_async_slots"
 _POSITION_BLOCK = 16
 """Attended lengths are rounded up to this, so that shapes repeat."""
 
@@ -89,20 +86,13 @@ class ForwardPlan:
         return mask
 
 
-class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+class SlotLayer:
     """Keys and values of one layer: [S, H, L, D] each, so that what one head reads lies together."""
 
-    is_sliding = False
-
     def __init__(self, owner: "SlotCache") -> None:
-        super().__init__()
         self._owner = owner
         self.store: list[torch.Tensor] = []
         """Tensors of keys, then of values; empty until the first forward pass gives their shapes."""
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.store = [self._allocate(new.shape[1], new.shape[3], new) for new in (key_states, value_states)]
-        self.is_initialized = True
 
     def _allocate(self, num_heads: int, head_dim: int, like: torch.Tensor) -> torch.Tensor:
         shape = (self._owner.num_slots, num_heads, self._owner.slot_tokens, head_dim)
@@ -120,11 +110,10 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
             new[:slots, :, :tokens] = old[:slots, :, :tokens]
             self.store[index] = new
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write what a pass has computed, laid out as its plan says; return what its queries attend to."""
         if not self.store:
-            self.lazy_initialization(key_states, value_states)
+            self.store = [self._allocate(new.shape[1], new.shape[3], new) for new in (key_states, value_states)]
         plan = self._owner.plan
         for cached, new in zip(self.store, (key_states, value_states), strict=True):
             _, num_heads, slot_tokens, head_dim = cached.shape
@@ -139,17 +128,8 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         views = [(s.slot, slice(None), slice(0, s.cached + s.end - s.start)) for s in plan.segments]
         return tuple(torch.cat([store[view] for view in views], dim=1)[None] for store in self.store)  # type: ignore[return-value]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
 
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class SlotCache(Cache):  # type: ignore[misc]
+class SlotCache:
     """The cache of a whole model; ``plan`` must be set before each forward pass."""
 
     def __init__(self, num_layers: int) -> None:
@@ -157,8 +137,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.slot_tokens = _POSITION_BLOCK
         self.held = HeldTokens(self.num_slots, self.slot_tokens)
         self.plan = ForwardPlan(*torch.zeros(2, 0, dtype=torch.long))
-        self._slot_layers = [_SlotLayer(self) for _ in range(num_layers)]
-        super().__init__(layers=list(self._slot_layers))
+        self.layers = [SlotLayer(self) for _ in range(num_layers)]
 
     @property
     def bytes_per_token(self) -> int:
@@ -169,14 +148,14 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Reallocate for ``num_slots`` sequences of ``slot_tokens``; what fits is kept."""
         self.num_slots, self.slot_tokens = num_slots, slot_tokens
         self.held = self.held.resized(num_slots, slot_tokens)
-        for layer in self._slot_layers:
+        for layer in self.layers:
             layer.resize()
 
     def clear(self) -> None:
         """Start empty: what a broken model wrote (NaN) must not outlive its weights, nor memory its need."""
         self.num_slots, self.slot_tokens = 1, _POSITION_BLOCK
         self.held = HeldTokens(self.num_slots, self.slot_tokens)
-        for layer in self._slot_layers:
+        for layer in self.layers:
             layer.store = []
 
     def clear_slot(self, slot: int) -> None:
@@ -202,7 +181,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         return min(self.slot_tokens, -(-longest // _POSITION_BLOCK) * _POSITION_BLOCK)
 
     def _tensors(self) -> Iterable[torch.Tensor]:
-        return (tensor for layer in self._slot_layers for tensor in layer.store)
+        return (tensor for layer in self.layers for tensor in layer.store)
 
 
 def attend(
@@ -218,7 +197,7 @@ def attend(
     slot_plan: ForwardPlan | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as the plan says; transformers calls this for every layer.
+    """Attend as the plan says, with the signature that transformers has for an attention.
 
     Args:
         query: [1, Q, T, D] for packed prompts, [N, Q, 1, D] for a decoding step.
@@ -265,7 +244,3 @@ def _attend_prompt(
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
     )
-
-
-# No mask function is registered under this name, so transformers builds no mask: the plan has it.
-AttentionInterface.register(ATTENTION_NAME, attend)
