@@ -11,11 +11,11 @@ from areal_async.chat_template import take_template, text_of, write
 from areal_async.config.template import TemplateSettings
 from areal_async.errors import ContextFull, UserError, WorkflowError
 from areal_async.inference.embedded.engine.text import decoder_of
+from areal_async.inference.model_files import ModelText, read_files
 from areal_async.process.gc_pauses import importing
 from areal_async.process.hub import local_model
 from areal_async.rollout.policy.images import ImageIntake, texts_in
 from areal_async.rollout.policy.messages import assistant_message, for_template, function_call
-from areal_async.rollout.policy.model_files import ModelText, read_files
 from areal_async.rollout.tools.parse import OPENINGS, ToolFormat, guess_format, is_in_thought
 from areal_async.rollout.user_code.boundary import attributed_to, shown
 from areal_async.vision.images import Image

@@ -16,6 +16,7 @@ from areal_async.inference.embedded.engine.compute.layers import PlainModel
 from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.runner import load_runner, read_plain_model
 from tests.unit.inference.embedded_engine import prompt_of
+from tests.unit.rollout.chat_templates import TINY
 
 CPU = torch.device("cpu")
 
@@ -121,17 +122,18 @@ def test_a_folder_whose_tensors_are_not_the_models_is_left_to_transformers(folde
             load_runner(EngineOptions(model_path=str(folder), device="cpu"), folder)
 
 
-def test_a_plain_model_is_served_without_the_models_of_transformers(models: list[Path]) -> None:
+def test_a_plain_model_is_served_without_the_models_of_transformers() -> None:
     program = (
         "import sys, pathlib\n"
         "from areal_async.inference.embedded import serving\n"
         "from areal_async.inference.embedded.engine.options import EngineOptions\n"
         "path = pathlib.Path(sys.argv[1])\n"
         "serving.load_runner(EngineOptions(model_path=str(path), device='cpu'), path)\n"
-        "serving.load_tokenizer(path)\n"
-        "heavy = 'transformers.modeling_utils', 'torch._dynamo', 'torch.distributed.tensor'\n"
+        "assert serving.load_tokenizer(path) is not None\n"
+        "heavy = ['transformers.modeling_utils', 'transformers.models.auto']\n"
+        "heavy += ['torch._dynamo', 'torch.distributed.tensor']\n"
         "print([name for name in heavy if name in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, models[0]], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program, TINY], capture_output=True, text=True, timeout=100)
 
     assert done.stdout == "[]\n", done.stdout + done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal_async.inference.embedded.engine.errors import in_one_sentence
+from areal_async.inference.model_files import read_files
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -24,9 +25,7 @@ class Tokenizer:
     """The tokenizer found beside the model."""
 
     def __init__(self, path: Path) -> None:
-        from transformers import AutoTokenizer
-
-        tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        tokenizer = _read(path)
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.whole = tokenizer
         """Transformers' own object, for a library that wants all of it."""
@@ -60,6 +59,14 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
         return None
     with in_one_sentence(f"tokenizer at {path}"):
         return Tokenizer(path)
+
+
+def _read(path: Path) -> Any:
+    if (found := read_files(str(path))) is not None:
+        return found.tokenizer
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
 
 
 class TextStream:

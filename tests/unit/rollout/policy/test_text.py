@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from areal_async.config.settings import SamplingSettings
 from areal_async.errors import WorkflowError
-from areal_async.rollout.policy.model_files import read_files
+from areal_async.inference.model_files import read_files
 from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.rollout.policy.text import load_codec
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec

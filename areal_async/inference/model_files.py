@@ -1,7 +1,7 @@
 """A model's tokenizer and what its configuration says of tokens, read from its files as they are where these say all.
 
 Whoever reads a configuration with transformers imports torch: 1.5 seconds of a processor and 130 MB, which a
-node has no other use for. Its tokenizers do without.
+node has no other use for; a server has, and is spared the library's list of all models. Its tokenizers do without.
 """
 
 from pathlib import Path
