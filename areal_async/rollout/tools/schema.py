@@ -6,7 +6,8 @@ import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -92,16 +93,40 @@ def _describe_function(function: Callable[..., Any]) -> Tool:
     name = getattr(function, "__name__", "")
     if not callable(function) or not _NAME.fullmatch(name):
         raise WorkflowError(f"tool {function!r:.100}: need a function with a name of letters, digits, _ and -")
+    read = _read_once(function, name)
+    timeout_s = getattr(function, _TIMEOUT, None)
+    return Tool(name=name, function=function, schema=read.schema, arguments=read.arguments, timeout_s=timeout_s)
+
+
+class _Read(NamedTuple):
+    """What a function says of itself."""
+
+    source: tuple[Any, ...]
+    """Where it says so; what has changed is read again."""
+    schema: dict[str, Any]
+    arguments: type[msgspec.Struct]
+
+
+_known: WeakKeyDictionary[Callable[..., Any], _Read] = WeakKeyDictionary()
+"""Every trajectory has the same tools, and to read one takes a fifth of a millisecond."""
+
+
+def _read_once(function: Callable[..., Any], name: str) -> _Read:
+    plain = getattr(function, "__func__", function)  # a method is another object each time it is looked up
+    if not inspect.isfunction(plain):
+        return _read(function, name, ())
+    source = (plain is function, name, inspect.getdoc(function), plain.__code__, dict(plain.__annotations__))
+    read = _known.get(plain)
+    if read is None or read.source != source:
+        read = _known[plain] = _read(function, name, source)
+    return read
+
+
+def _read(function: Callable[..., Any], name: str, source: tuple[Any, ...]) -> _Read:
     summary, notes = read_docstring(inspect.getdoc(function) or "")
     fields = [_field(name, parameter, notes) for parameter in _parameters(function, name)]
     arguments = msgspec.defstruct(name.replace("-", "_"), fields, kw_only=True, forbid_unknown_fields=True)
-    return Tool(
-        name=name,
-        function=function,
-        schema=function_schema(name, summary, _json_schema(name, arguments)),
-        arguments=arguments,
-        timeout_s=getattr(function, _TIMEOUT, None),
-    )
+    return _Read(source, function_schema(name, summary, _json_schema(name, arguments)), arguments)
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:

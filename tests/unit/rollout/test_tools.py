@@ -5,6 +5,7 @@ Whatever a model writes is a call, no call, or a call with a fault that it is to
 
 import json
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -23,6 +24,7 @@ from areal_async import tool
 from areal_async.api import ToolCall, ToolResult
 from areal_async.errors import GenerationError, Reject, ToolError, WorkflowError
 from areal_async.rollout.tools import run as running
+from areal_async.rollout.tools import schema as reading
 from areal_async.rollout.tools.parse import ToolFormat, WrittenCall, guess_format, parse_reply
 from areal_async.rollout.tools.run import MAX_CALLS_PER_REPLY, MAX_OUTPUT_CHARACTERS, Toolbox, as_text
 from areal_async.rollout.tools.schema import describe_tool, read_docstring
@@ -370,6 +372,45 @@ def test_method_and_annotated_parameter_are_described() -> None:
     properties = describe_tool(Game().move).schema["function"]["parameters"]["properties"]
 
     assert properties == {"to": {"type": "integer", "minimum": 0, "maximum": 8}}
+
+
+def test_a_tool_is_read_once_however_many_trajectories_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(reading, "read_docstring", lambda text: read.append(text) or read_docstring(text))
+
+    class Game:
+        def move(self, to: int) -> int:
+            """Move."""
+            return to
+
+    def look(at: int) -> int:
+        """Look."""
+        return at
+
+    games = [Game() for _ in range(3)]
+    moves = [describe_tool(game.move) for game in games]
+    looks = [describe_tool(look) for _ in range(3)]
+
+    assert read == ["Move.", "Look."]
+    assert [move.function.__self__ for move in moves] == games  # type: ignore[attr-defined]
+    assert looks[2].schema == looks[0].schema
+    assert looks[2].check({"at": 3}) == {"at": 3}
+
+
+def test_a_tool_is_read_again_where_it_has_changed_and_kept_by_nobody() -> None:
+    def look(at: int) -> int:
+        """Look."""
+        return at
+
+    before = describe_tool(look).schema["function"]
+    look.__doc__, look.__annotations__["at"] = "Look again.", float
+    after = describe_tool(look).schema["function"]
+    kept = weakref.ref(look)
+    del look
+
+    assert (before["description"], after["description"]) == ("Look.", "Look again.")
+    assert after["parameters"]["properties"]["at"]["type"] == "number"
+    assert kept() is None
 
 
 def untyped(a) -> None: ...  # type: ignore[no-untyped-def]
