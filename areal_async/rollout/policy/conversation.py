@@ -22,7 +22,7 @@ from typing import Any
 from areal_async.api import Message
 from areal_async.errors import WorkflowError
 from areal_async.protocol.types import Turn
-from areal_async.rollout.policy.images import images_of
+from areal_async.rollout.policy.images import images_of, texts_in
 from areal_async.rollout.policy.messages import are_same, assistant_message, checked_messages, is_same
 from areal_async.rollout.policy.text import ContextRoom, TextCodec
 from areal_async.rollout.tools.parse import is_in_thought
@@ -43,6 +43,7 @@ class RecordedReply:
     message: Message
     """The very object that the workflow was given."""
     tools: list[Mapping[str, Any]]
+    """A copy too, which all replies of one conversation share."""
     turn: Turn
 
     def is_continued_by(self, messages: Sequence[Message]) -> bool:
@@ -120,7 +121,12 @@ class Conversations:
             recorded.is_answered_otherwise(messages) for recorded in self._recorded if len(recorded.messages) > start
         )
         return RenderedPrompt(
-            [*seen, *deepcopy(messages[start:])], deepcopy(tools), prompt_ids, images, is_break, is_in_thought(text)
+            messages=[*seen, *deepcopy(messages[start:])],
+            tools=base.tools if base else deepcopy(tools),
+            prompt_ids=prompt_ids,
+            images=images,
+            is_break=is_break,
+            is_thinking=is_in_thought(text),
         )
 
     def _base(self, messages: list[Message], tools: Schemas, text: str) -> tuple[RecordedReply | None, str]:
@@ -141,6 +147,8 @@ class Conversations:
         mark = _MARK.format("")
         try:
             written = self._codec.render(messages, tools, for_reply=False)
+            if (body := self._usual_body(written, messages[-1])) is not None:
+                return body
             marked = self._codec.render([*messages[:-1], assistant_message(mark)], tools, for_reply=False)
         except WorkflowError:
             return None
@@ -150,7 +158,23 @@ class Conversations:
             *self._codec.turn_ends,
         )  # gpt-oss has one token for the end of a call and another for a text
         end = next((one for one in closings if written.endswith(one)), None)
-        return written[: len(written) - len(end)] if found and end is not None else None
+        if not found or end is None:
+            return None
+        if self._codec.is_end_of_turn(closing):
+            self._codec.usual_closing = closing
+        return written[: len(written) - len(end)]
+
+    def _usual_body(self, written: str, reply: Message) -> str | None:
+        """Return ``_body`` where it follows from how the template has closed another reply; None where it does not.
+
+        It does where the usual closing stands at the end, which begins with the one end of turn that there is behind
+        a content: what the model said, it said before that. A reply of nothing may have no end of its own, and be
+        followed by the end of another message.
+        """
+        body = written.removesuffix(self._codec.usual_closing)
+        is_closed = len(body) < len(written) and not body.rstrip().endswith(tuple(self._codec.turn_ends))
+        says_something = any(map(str.strip, texts_in([reply.get("content"), reply.get("tool_calls")])))
+        return body if is_closed and says_something else None
 
     def _go_on(self, turn: Turn, added: list[int]) -> list[int]:
         said = turn.output_ids

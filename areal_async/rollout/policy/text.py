@@ -82,6 +82,8 @@ class TextCodec:
         self.stop_token_ids = list(stop_token_ids)
         self.turn_ends = [text for one in stop_token_ids if (text := self.decode([one], skip_special_tokens=False))]
         """What the end of a turn is written as."""
+        self.usual_closing = ""
+        """What the template was last found to write behind a message of the model's, from the end of turn on."""
         self.images = ImageIntake(vision, model=self.model)
         """Takes in the images of messages."""
         self._placeholder = "" if vision is None else self.decode([vision.image_token_id], skip_special_tokens=False)
@@ -231,6 +233,10 @@ class TextCodec:
     def ends_turn(self, output_ids: list[int]) -> bool:
         """Say whether the model has said the end of its turn."""
         return bool(output_ids) and output_ids[-1] in self.stop_token_ids
+
+    def is_end_of_turn(self, text: str) -> bool:
+        """Say whether a text is one end of a turn, and what the template may write behind that."""
+        return text.startswith(tuple(self.turn_ends)) and sum(map(text.count, self.turn_ends)) == 1
 
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         try:

@@ -210,7 +210,9 @@ def test_other_tools_are_a_break() -> None:
     reply = talk.ask([QUESTION], [*letters("Tom has"), END], TOOLS)
 
     assert talk.open([QUESTION, reply, user("And 4?")]).is_break
-    assert not talk.open([QUESTION, reply, user("And 4?")], TOOLS).is_break
+    same = talk.open([QUESTION, reply, user("And 4?")], deepcopy(TOOLS))
+    assert not same.is_break
+    assert same.tools is talk.recorded[0].tools  # one copy, however long the conversation
 
 
 def test_reply_that_the_workflow_changed_is_its_own_text_and_a_break() -> None:
@@ -313,6 +315,49 @@ def test_model_without_a_chat_template_says_so() -> None:
         Talk(codec).open([QUESTION])
 
 
+def asked_anew(talk: Talk, messages: list[Message], tools: list[Message]) -> RenderedPrompt:
+    """Open a conversation with a template that has told nothing yet of how it closes a reply."""
+    usual, talk.codec.usual_closing = talk.codec.usual_closing, ""
+    opening = talk.open(messages, tools)
+    talk.codec.usual_closing = usual
+    return opening
+
+
+@pytest.mark.parametrize("template", APPENDING)
+def test_template_is_asked_once_how_it_closes_a_reply(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = codec_with(template)
+    rendered: list[bool] = []
+    write = codec.render
+    monkeypatch.setattr(codec, "render", lambda *said, **how: rendered.append(how == {}) or write(*said, **how))
+    for _ in range(2):
+        rendered.clear()  # the second trajectory of a node has nothing left to ask
+        talk, messages = Talk(codec), [QUESTION]
+        for number in range(3):
+            call = talk.say(talk.open(messages, TOOLS), [*letters("add"), END], called(f"#{number}", a=number))
+            messages += [call, {"role": "tool", "tool_call_id": "call00001", "name": "add", "content": "5"}]
+
+    assert rendered.count(True) == 3  # each prompt is written once
+    assert rendered.count(False) == 2  # and each reply that was gone on from
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "reply"),
+    [("<|im_end|>\\n", "", ""), ("<|im_end|>\\n", "<|im_end|>\\n<|im_end|>\\n", "has"), ("!", "", "has!")],
+)
+def test_template_that_closes_replies_in_several_ways_is_asked_about_each(early: str, late: str, reply: str) -> None:
+    tokenizer = copy(tokenizer_with("hermes"))
+    tokenizer.chat_template = (
+        "{% for message in messages %}"
+        f"{{{{ message.content + ('{early}' if loop.index < 4 else '{late}') }}}}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+    )
+    talk, messages = Talk(TextCodec(tokenizer, stop_token_ids=[END], vocab_size=512)), [QUESTION]
+    for text in ("Tom", reply):
+        messages += [talk.ask(messages, [*letters(text), END]), user("x")]
+
+        assert talk.open(messages) == asked_anew(talk, messages, [])
+
+
 # Random conversations: side by side, branching, with calls, copies and changes.
 
 thoughts = st.lists(st.integers(3, 511), min_size=1, max_size=6)
@@ -400,6 +445,7 @@ def test_no_token_is_ever_made_anew_and_no_mask_is_wrong(template: str, script: 
 
         opening = talk.open(thread.messages, thread.tools)
 
+        assert opening == asked_anew(talk, thread.messages, thread.tools)
         origins = [origin for origin in thread.origins if origin is not None]
         questions = [index for index, message in enumerate(thread.messages) if message["role"] == "user"]
         ids = opening.prompt_ids
