@@ -73,6 +73,8 @@ class NodeContext(PolicyMaker):
     numbers are compared over the whole run."""
 
     def __post_init__(self) -> None:
+        self._called: dict[str, TaskWorkflow] = {}
+        """Each workflow as it was last called: all groups of a task look alike until its settings change."""
         self.now = self.settings
         self.publish_log = PublishLog(self.settings.run_directory, self.node_id)
 
@@ -86,4 +88,7 @@ class NodeContext(PolicyMaker):
             raise UserError(
                 f"ticket: got workflow {name!r}, this node has {sorted(self.workflows)}; give all one config"
             )
-        return TaskWorkflow(name, self.workflows[name], settings, self.frozen)
+        called = self._called.get(name)
+        if called is None or called.settings is not settings:
+            called = self._called[name] = TaskWorkflow(name, self.workflows[name], settings, self.frozen)
+        return called

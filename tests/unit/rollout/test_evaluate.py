@@ -62,3 +62,23 @@ async def test_a_row_ends_with_its_reward_or_its_error(settings: Settings, actio
     assert result.error.startswith(error)
     assert bool(result.error) is bool(error)
     assert encode(result)
+
+
+def test_a_workflow_is_looked_at_once_until_the_settings_change(settings: Settings) -> None:
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        return 1.0
+
+    node = NodeContext(
+        settings=settings,
+        bus=cast(Bus, None),
+        node_id="0",
+        generator=ScriptedModel([98, END]),
+        codec=codec(),
+        workflows={"w": workflow},
+    )
+    first = node.workflow("w", node.now)
+    assert node.workflow("w", node.now) is first
+
+    node.now = settings.model_copy()
+
+    assert node.workflow("w", node.now).settings is node.now
