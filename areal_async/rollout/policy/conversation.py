@@ -104,7 +104,8 @@ class Conversations:
         messages, tools = checked_messages(messages), list(tools)
         self._codec.check_placeholders(messages, tools)
         self._codec.check_roles(messages, tools)
-        text = self._codec.render(messages, tools)
+        render = self._codec.render if self._recorded else self._codec.render_beginning
+        text = render(messages, tools)
         for room in rooms:
             room.check_length(text)
         base, body = self._base(messages, tools, text)

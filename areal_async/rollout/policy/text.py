@@ -1,5 +1,7 @@
 """Between text and tokens: the model's tokenizer, its chat template, and the tokens that end a turn."""
 
+import marshal
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
@@ -28,6 +30,10 @@ USUAL_ROLES = {"system", "user", "assistant", "tool"}
 _MARK = "areal0mark0"
 ENCODE_CACHE_TEXTS, ENCODE_CACHE_LONG_TEXTS = 1024, 8
 """All siblings of a group begin with the same prompt; tokenizing it once is most of a node's tokenizing saved."""
+RENDER_CACHE_TEXTS = 64
+"""Beginnings, for as many groups: siblings ask for theirs at one time."""
+_CHANGING = re.compile(r"strftime_now|random|lipsum")
+"""What makes a template write one conversation otherwise the next time."""
 LONG_TEXT_CHARACTERS = 1 << 16
 """A tokenizer takes some ten milliseconds for so many; a longer text is tokenized beside the loop, and few are kept."""
 CHARACTERS_PER_TOKEN = 16
@@ -78,6 +84,7 @@ class TextCodec:
         self.vocab_size = vocab_size
         """Number of tokens that the model knows, which may be more than its tokenizer uses, or fewer."""
         self._encode_once = lru_cache(maxsize=ENCODE_CACHE_TEXTS)(self._encode)
+        self._render_once = lru_cache(maxsize=RENDER_CACHE_TEXTS)(self._render_marshalled)
         self._encode_long_once = lru_cache(maxsize=ENCODE_CACHE_LONG_TEXTS)(self._encode)
         self.stop_token_ids = list(stop_token_ids)
         self.turn_ends = [text for one in stop_token_ids if (text := self.decode([one], skip_special_tokens=False))]
@@ -138,6 +145,21 @@ class TextCodec:
             )
         as_text = any(message.get("tool_calls") for message in messages) and self._takes_text_arguments
         return self._write(messages, tools, for_reply=for_reply, as_text=as_text)
+
+    def render_beginning(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """As ``render``, up to where the model answers: once for all siblings, whose conversations begin alike.
+
+        Raises:
+            WorkflowError: as ``render``.
+        """
+        said = b""
+        if _CHANGING.search(self._template) is None:
+            with suppress(ValueError):  # an image, or what else is no plain value
+                said = marshal.dumps((list(messages), list(tools)), 2)
+        return self._render_once(said) if 0 < len(said) <= LONG_TEXT_CHARACTERS else self.render(messages, tools)
+
+    def _render_marshalled(self, said: bytes) -> str:
+        return self.render(*marshal.loads(said))
 
     def _write(
         self,

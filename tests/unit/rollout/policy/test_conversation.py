@@ -336,8 +336,32 @@ def test_template_is_asked_once_how_it_closes_a_reply(template: str, monkeypatch
             call = talk.say(talk.open(messages, TOOLS), [*letters("add"), END], called(f"#{number}", a=number))
             messages += [call, {"role": "tool", "tool_call_id": "call00001", "name": "add", "content": "5"}]
 
-    assert rendered.count(True) == 3  # each prompt is written once
+    assert rendered.count(True) == 2  # each prompt is written once, the first one for both
     assert rendered.count(False) == 2  # and each reply that was gone on from
+
+
+@pytest.mark.parametrize(("said", "num_rendered"), [("", 1), ("{{ strftime_now('x') }}", 8)])
+def test_siblings_beginning_is_rendered_once_unless_the_template_changes_its_mind(
+    said: str, num_rendered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = copy(tokenizer_with("hermes"))
+    tokenizer.chat_template = said + tokenizer.chat_template
+    codec, rendered = TextCodec(tokenizer, stop_token_ids=[END], vocab_size=512), list[int]()
+    write = codec.render
+    monkeypatch.setattr(codec, "render", lambda *given, **how: rendered.append(1) or write(*given, **how))
+    openings = [Talk(codec).open(deepcopy([QUESTION]), deepcopy(TOOLS)) for _ in range(8)]
+
+    assert len(rendered) == num_rendered
+    assert all(one == openings[0] for one in openings)
+
+
+def test_beginnings_that_are_equal_and_not_the_same_are_rendered_each() -> None:
+    codec = codec_with("hermes")
+    tools = [[{"type": "function", "function": {"name": "f", "most": most}}] for most in (1, True, 1.0, [1], (1,))]
+
+    for most in tools:
+        assert codec.render_beginning([QUESTION], most) == codec.render([QUESTION], most)
+    assert codec.render_beginning([QUESTION], [{"type": "function", "function": {"name": codec}}])
 
 
 @pytest.mark.parametrize(
