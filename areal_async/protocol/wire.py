@@ -201,6 +201,11 @@ def _runs(values: NDArray[Any] | None) -> _Runs:
     return [(end - start, float(values[start])) for start, end in pairwise(edges)]
 
 
+def _num_runs(values: NDArray[Any]) -> int:
+    """Return how many runs ``_runs`` makes of them."""
+    return 1 + int(np.count_nonzero(values[1:] != values[:-1]))
+
+
 def max_encoded_bytes(trajectory: Trajectory) -> int:
     """Return what ``encode_trajectory`` needs at most, without encoding."""
     num_bytes = _SLOT_FRAME_BYTES + 4 * len(trajectory.slot.sample_uid)
@@ -210,7 +215,7 @@ def max_encoded_bytes(trajectory: Trajectory) -> int:
         if sequence.turns is not None:
             num_bytes += _TURNS_FRAME_BYTES + sequence.num_tokens * _TURNS_DTYPE.itemsize
         for values in (sequence.temperatures, sequence.steered):
-            num_bytes += 1 if values is None else _RUNS_FRAME_BYTES + _RUN_BYTES * len(_runs(values))
+            num_bytes += 1 if values is None else _RUNS_FRAME_BYTES + _RUN_BYTES * _num_runs(values)
         num_bytes += 1 if not sequence.images else _RUNS_FRAME_BYTES + _IMAGE_BYTES * len(sequence.images)
     return num_bytes
 

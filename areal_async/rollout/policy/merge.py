@@ -38,17 +38,20 @@ class _GrowingSequence:
         loss_mask = np.zeros(length, dtype=np.bool_)
         logprobs = np.zeros(length, dtype=np.float32)
         versions = np.full(length, NOT_SAMPLED, dtype=np.int64)
-        turns = np.full(length, NOT_CREDITED, dtype=np.int16)
+        turns = np.full(length, NOT_CREDITED, dtype=np.int16) if has_credits else None
         temperatures = np.zeros(length, dtype=np.float32)
-        steered = np.zeros(length, dtype=np.bool_)
+        is_steered = any(turn.is_steered and turn.output_ids for _, turn, _ in self.turns)
+        steered = np.zeros(length, dtype=np.bool_) if is_steered else None
         end = 0
         for start, turn, credit in self.turns:
             before, end = end, start + len(turn.output_ids)
             # A prompt goes with its reply: so a sequence of one temperature holds one value.
             temperatures[before:end] = turn.temperature or 0.0
             loss_mask[start:end] = True
-            steered[start:end] = turn.is_steered
-            turns[start:end] = credit
+            if steered is not None:
+                steered[start:end] = turn.is_steered
+            if turns is not None:
+                turns[start:end] = credit
             logprobs[start:end] = turn.logprobs
             for span in turn.spans:
                 versions[start + span.start : start + span.end] = Version.parse(span.version).pack()
@@ -58,9 +61,9 @@ class _GrowingSequence:
             loss_mask=loss_mask,
             logprobs=logprobs,
             versions=versions,
-            turns=turns if has_credits else None,
+            turns=turns,
             temperatures=None if any(turn.temperature is None for _, turn, _ in self.turns) else temperatures,
-            steered=steered if steered.any() else None,
+            steered=steered,
             images=self.images or None,
         )
 

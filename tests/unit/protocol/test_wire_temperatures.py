@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.errors import WireError
+from areal_async.protocol import wire
 from areal_async.protocol.types import Sequence, Slot, SlotStatus, Trajectory, Version
 from areal_async.protocol.wire import decode_trajectory, encode_trajectory, max_encoded_bytes
 
@@ -101,3 +102,12 @@ def test_what_is_no_temperature_for_each_token_is_refused(said: Any, match: str)
     body[5] = {"steered": said}
     with pytest.raises(WireError, match=match.replace("temperatures", "steered").replace("100", "1")):
         received(msgspec.msgpack.encode(body), sent.slot)
+
+
+def test_the_size_is_told_without_writing_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = trajectory_of([0.7, 0.7, 0.3], None)
+    num_bytes = max_encoded_bytes(sent)
+    for name in ("_runs", "encode_trajectory"):
+        monkeypatch.delattr(wire, name)
+
+    assert max_encoded_bytes(sent) == num_bytes

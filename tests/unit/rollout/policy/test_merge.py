@@ -1,6 +1,9 @@
 """Merging keeps every sampled token once, with its logprob and version, and trains a shared prefix once."""
 
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -158,3 +161,18 @@ def test_every_token_of_a_credited_turn_knows_its_credit_and_no_other_token_does
                 found[int(number)].append(int(token))
     assert found == {number: turns[place].output_ids for place, number in credits.items()}
     assert all(row.turns is None for row in merge_turns(turns))
+
+
+def test_a_row_of_one_reward_that_nothing_steered_makes_no_column_that_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[np.dtype[Any]] = []
+    for name in ("zeros", "full"):
+        make = getattr(np, name)
+        monkeypatch.setattr(np, name, lambda *given, make=make, dtype: made.append(dtype) or make(*given, dtype=dtype))
+
+    (row,) = merge_turns([replace(turn_of([1, 2], [3, 4]), temperature=0.7)])
+
+    assert (row.turns, row.steered) == (None, None)
+    assert made == [np.bool_, np.float32, np.int64, np.float32]  # loss mask, logprobs, versions, temperatures
+    assert merge_turns([replace(turn_of([1], []), is_steered=True)])[0].steered is None
