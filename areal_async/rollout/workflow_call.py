@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+import msgspec
+
 from areal_async.api import GroupWorkflow, Policy, RewardModel, Workflow, is_group_workflow
 from areal_async.config.settings import Settings
 from areal_async.errors import Reject, RolloutError, WorkflowError
@@ -133,7 +135,7 @@ class WorkflowCall:
         The trajectories of a whole group fit one message: who gets the ticket again finds all of them or none.
         """
         started_s = time.monotonic()
-        endings = await self.endings(deepcopy(prompt))
+        endings = await self.endings(msgspec.structs.replace(prompt, row=deepcopy(prompt.row)))
         duration_s = time.monotonic() - started_s
         filled = [
             fill_slot(policy, ending, slot, duration_s=duration_s)

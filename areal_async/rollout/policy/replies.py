@@ -1,6 +1,5 @@
 """From a turn to a reply: what the model said is read, recorded token for token, and can be gone on from."""
 
-from copy import deepcopy
 from dataclasses import dataclass, field
 
 import msgspec
@@ -87,9 +86,10 @@ class ReplyRecorder:
             for call in parsed.calls
         ]
         is_told_apart = self._has_channels and rendered is not None  # its template takes no message that has channels
-        message = reply_message(parsed.content if is_told_apart else text, parsed.content, calls)
+        told = parsed.content if is_told_apart else text
+        message = reply_message(told, parsed.content, calls)
         if rendered is not None:
-            said = [*rendered.messages, deepcopy(message)]
+            said = [*rendered.messages, reply_message(told, parsed.content, calls)]  # the workflow may change its own
             self.recorded.append(RecordedReply(messages=said, message=message, tools=rendered.tools, turn=turn))
         return Reply(
             id=reply_id,

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import tracemalloc
+from copy import deepcopy
 from typing import Any
 
 import anyio
@@ -14,8 +15,9 @@ from areal_async.api import Policy, Workflow
 from areal_async.errors import FencedError, Reject, RewardError
 from areal_async.protocol.types import Prompt, SlotStatus, Trajectory
 from areal_async.protocol.wire import BYTES_PER_TOKEN
+from areal_async.rollout import workflow_call
 from tests.unit.rollout.byte_model import END, ScriptedModel
-from tests.unit.rollout.called import fill_one, policy_of, slot_of
+from tests.unit.rollout.called import call_of, fill_one, policy_of, slot_of
 
 pytestmark = pytest.mark.anyio
 
@@ -265,3 +267,23 @@ async def test_numbers_that_are_none_fail_the_slot_with_their_name(info: Any, re
 
 async def test_reward_beyond_all_floats_is_no_reward() -> None:
     assert (await play(ending(10**400))).slot.reason.endswith("need a finite number")
+
+
+async def test_each_sibling_has_a_row_of_its_own_and_nothing_else_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[object] = []
+    monkeypatch.setattr(workflow_call, "deepcopy", lambda value: copied.append(value) or deepcopy(value))
+    seen: list[Prompt] = []
+
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        seen.append(prompt)
+        prompt.row["options"].append("c")
+        return float(len((await policy.complete([1])).text))
+
+    prompt = Prompt(epoch=1, index=2, row={"options": ["a", "b"]})
+    for _ in range(2):
+        await call_of(workflow, [policy_of(ScriptedModel([98, END]))]).fill(prompt, [slot_of(0)])
+
+    assert [one.row["options"] for one in seen] == [["a", "b", "c"]] * 2
+    assert [(one.epoch, one.index) for one in seen] == [(1, 2)] * 2
+    assert prompt.row == {"options": ["a", "b"]}
+    assert copied == [prompt.row] * 2

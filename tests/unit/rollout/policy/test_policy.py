@@ -384,6 +384,19 @@ async def test_reply_to_a_question_with_tools_tells_its_calls() -> None:
     assert reply.text == f"I add.{CALL}"
 
 
+async def test_call_that_the_workflow_changed_in_its_message_is_its_own_and_a_break() -> None:
+    policy, _ = actor(CALL, "five", "six")
+    answer = {"role": "tool", "tool_call_id": "call00001", "name": "add", "content": "5"}
+    reply = await policy.chat(QUESTION, tools=[add])
+    await policy.chat([*QUESTION, reply.message, answer], tools=[add])
+    assert policy.record.num_breaks == 0
+
+    reply.message["tool_calls"][0]["function"]["arguments"] = "{}"
+    await policy.chat([*QUESTION, reply.message, answer], tools=[add])
+
+    assert policy.record.num_breaks == 1
+
+
 async def test_what_looks_like_a_call_is_text_where_there_are_no_tools() -> None:
     policy, _ = actor(CALL)
 
