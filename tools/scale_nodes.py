@@ -165,7 +165,7 @@ async def _run_node(settings: Settings, url: str, node_id: str) -> None:
         services.start_soon(_run_server, node)
         for service in (node._run_members, node._run_weights, node._run_claims, node._watchdog.run_beats):
             services.start_soon(service)
-        services.start_soon(run_metrics, place, pool, node._watchdog, pace, node._seldom)
+        services.start_soon(run_metrics, place, pool, node._watchdog, pace)
         services.start_soon(run_server_services, bus, node_id, partial(server_reports, place, pool, pace))
         await node._run_leases(place, set(), 0.0)
 

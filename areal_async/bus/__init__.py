@@ -11,6 +11,7 @@ when the broker refuses, it raises ``BusError``.
 """
 
 from areal_async.bus.broker_config import credentials_for, credentials_path
+from areal_async.bus.connection import MOST_TIMES
 from areal_async.bus.inbox import Delivery, Inbox
 from areal_async.bus.inspection import HeldError, copied_broker
 from areal_async.bus.jetstream import Bus, StreamState, open_bus, open_run_bus
@@ -40,6 +41,7 @@ __all__ = [
     "HeldError",
     "Inbox",
     "JournalSnapshots",
+    "MOST_TIMES",
     "Message",
     "MovedStream",
     "Report",

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from areal_async.bus.inbox import PULL_S
+from areal_async.bus.inbox import MOST_PULL_S, PULL_S
 from areal_async.bus.permissions import Permissions, Role, permissions
 from areal_async.bus.private import ensure_key, make_private_directory
 from areal_async.protocol.subjects import Names
 
 MANY_ANSWERS = ("$JS.API.DIRECT.GET.", "$JS.API.CONSUMER.MSG.NEXT.")
 OTHERS = [role for role in Role if role is not Role.OPERATOR]
-ANSWERS_END_S = 2 * PULL_S
+ANSWERS_END_S = MOST_PULL_S + PULL_S
 """Time after its newest answer when the broker forgets who asked: what a longer pull is sent goes to nobody."""
 
 

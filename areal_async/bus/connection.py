@@ -36,6 +36,8 @@ CONNECT_TRY_S = 2.0
 RECONNECT_WAIT_S = 0.2
 PING_INTERVAL_S = 2.0
 MAX_OUTSTANDING_PINGS = 2
+MOST_TIMES = 8.0
+"""How many times as seldom as by itself a process speaks at the most: one that is more so would be taken for silent."""
 PENDING_BYTES = 32 << 20
 """Written and not yet on the socket; more makes a writer wait."""
 MAX_QUEUED_MESSAGES = 1 << 20
@@ -94,6 +96,8 @@ class Connection:
         self.role = role
         self.on_reconnect: list[Callable[[], None]] = []
         """Called in order each time the connection is back. They must not block."""
+        self.times = 1.0
+        """How many times as seldom as by itself this process speaks where nothing happens. Set by ``slow_down``."""
         self.num_losses = 0
         """Number of losses of the connection: unchanged means that everything sent in between has arrived in order."""
         self.client = Client()
@@ -204,6 +208,11 @@ class Connection:
         """Raise DeniedError when the broker has denied to ``publish`` to, or a ``subscription`` to, the subject."""
         if (action, subject.lower()) in self._denied:
             raise DeniedError(f"{action} to {subject}: denied to the role {self.role}")
+
+    def slow_down(self, times: float) -> None:
+        """Ping, look at keys that are also heard of, and renew pulls so many times as seldom as by itself."""
+        self.times = times
+        self.client.options["ping_interval"] = PING_INTERVAL_S * times  # read anew for each ping
 
     async def go_elsewhere(self) -> None:
         """Leave this server of a cluster for another one; of a broker that is alone nothing is left."""

@@ -15,15 +15,16 @@ import msgspec
 import structlog
 
 from areal_async.bus.api import TRY_DEADLINE_S, JetStreamApi, MissingError
-from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, Received
+from areal_async.bus.connection import MOST_TIMES, NO_RESPONDERS, Connection, ConnectionLostError, Received
 from areal_async.errors import ConsumerGoneError
 from areal_async.process.bell import Bell
 
 PULL_S = 10.0
-"""A waiting pull lives this long, and the broker remembers for twice as long to whom it is to answer.
+"""A waiting pull lives this long, beside many nodes up to ``MOST_PULL_S``; the broker remembers who asked for longer.
 
 One that a restarted broker has forgotten is asked again on reconnecting.
 """
+MOST_PULL_S = PULL_S * MOST_TIMES
 GRACE_S = 0.5
 """Time after a pull's end within which its last answer may come."""
 SETTLE_CHUNK = 128
@@ -170,7 +171,7 @@ class Inbox:
             remaining_s = ends_at - anyio.current_time()
             if self._was_empty and not self._arrived and remaining_s > 0:
                 # For one first: each pull has the broker look through all who wait at this consumer, which may be many.
-                pull_s = min(PULL_S, remaining_s)
+                pull_s = min(PULL_S * self._api.connection.times, remaining_s)
                 await self._pull({"batch": 1, "expires": int(pull_s * 1e9)}, 1, pull_s + GRACE_S)
                 if not self._arrived:
                     if anyio.current_time() >= ends_at:

@@ -11,7 +11,7 @@ those that are kept can be read, the newest that this process has read or writte
 
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -154,14 +154,13 @@ class Keys:
         """Return those of these keys that exist, sorted; of one that ends in a dot, all that begin so."""
         return sorted(await self._last(*wanted))
 
-    def watch_key(self, key: str, kind: type[R], *, poll_s: float | Callable[[], float] = POLL_S) -> "Watch[R]":
+    def watch_key(self, key: str, kind: type[R], *, poll_s: float = POLL_S) -> "Watch[R]":
         """Return the endless iterator of a key's values: the present one, then each newer one that is seen.
 
         Values between two looks are skipped, and so is a deletion. It looks whenever the key changes, on
-        every reconnect, and every ``poll_s``, which may change.
+        every reconnect, and every ``poll_s``, more seldom where the connection is slowed down.
         """
-        between_s = poll_s if callable(poll_s) else lambda: poll_s
-        return Watch(self, Attention(self.api, self._subject(key), between_s), key, kind)
+        return Watch(self, Attention(self.api, self._subject(key), poll_s), key, kind)
 
     async def _value(self, message: Message, kind: type[R]) -> R | None:
         """Return the record in a value or, where that is none, in the newest one before it that is."""
@@ -243,14 +242,20 @@ class Watch(AsyncIterator[R], Generic[R]):
         self._key = key
         self._kind = kind
         self._revision = 0
+        self._is_found = False
+        """The last look has found something new: there is no more until the key changes again."""
 
     async def __anext__(self) -> R:
         while True:
             await self._attention.listen()
+            if self._is_found:
+                self._is_found = False
+                await self._attention.wait()
             record, revision = await self._keys.get(self._key, self._kind)
             if record is not None and revision > self._revision:
                 self._revision = revision
                 self._attention.note_found()
+                self._is_found = True
                 return record
             await self._attention.wait()
 

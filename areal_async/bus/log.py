@@ -12,7 +12,7 @@ taken. One that knows as much may still be: who decides by what was read ends in
 """
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -332,15 +332,19 @@ class StreamReader(JetStreamApi):
 class Attention:
     """One reader's way of waiting for news: the bell, a few quick looks after it, and a slow poll."""
 
-    def __init__(self, api: StreamReader, subject: str, poll_s: Callable[[], float] = lambda: POLL_S) -> None:
+    def __init__(self, api: StreamReader, subject: str, poll_s: float = POLL_S) -> None:
         self._api = api
         self._subject = subject
-        self._poll_s = poll_s
+        self._base_poll_s = poll_s
         self._bell: Bell | None = None
         self._num_seen = 0
         self._num_open = 0
         """Rings of which what they told of may not be found yet."""
-        self._look_s = poll_s()
+        self._look_s = self._poll_s
+
+    @property
+    def _poll_s(self) -> float:
+        return self._base_poll_s * self._api.connection.times
 
     async def listen(self) -> None:
         """Hear from the first call on: before the first look, so that nothing falls in between."""
@@ -357,14 +361,13 @@ class Attention:
             self._num_seen, self._num_open = self._bell.num_rings, self._num_open + num_new
             self._look_s = FIRST_LOOK_S
         else:
-            poll_s = self._poll_s()
-            self._look_s = min(poll_s, LOOK_GROWTH * self._look_s)
-            self._num_open *= self._look_s < poll_s
+            self._look_s = min(self._poll_s, LOOK_GROWTH * self._look_s)
+            self._num_open *= self._look_s < self._poll_s
 
     def note_found(self) -> None:
         """Take in that a look has found something new: where one ring has told of it, no other look is due soon."""
         if self._num_open == 1:
-            self._look_s, self._num_open = self._poll_s(), 0
+            self._look_s, self._num_open = self._poll_s, 0
 
 
 class Follow(AsyncIterator[Message]):

@@ -182,7 +182,7 @@ class Leases:
                 while num_running >= capacity():
                     with wait_graph.on(wait_graph.room(self._node.node_id), waiter=self._name):
                         await finished.wait()
-                deliveries = await inbox.fetch(min(MAX_LEASES_PER_FETCH, capacity() - num_running), wait_s=FETCH_WAIT_S)
+                deliveries = await inbox.fetch(min(MAX_LEASES_PER_FETCH, capacity() - num_running), wait_s=self._wait_s)
                 if not deliveries:
                     continue
                 async with returned_unless_done(*deliveries):
@@ -199,6 +199,10 @@ class Leases:
             # Closed before the tickets that still run are given back: those are for other nodes.
             async with self._node.bus.consume(stream, consumer) as inbox:
                 await self._until_draining(lease)
+
+    @property
+    def _wait_s(self) -> float:
+        return FETCH_WAIT_S * self._node.bus.connection.times
 
     async def _wait_serviceable(self) -> None:
         for pool in self._pools:

@@ -12,7 +12,6 @@ from areal_async.bus import serving
 from areal_async.inference.commands import most_servers
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.rollout.node_context import NodeContext
-from areal_async.rollout.seldom import Seldom
 from areal_async.rollout.user_code.loop_watchdog import LoopWatchdog
 from areal_async.telemetry import wait_graph
 from areal_async.telemetry.exporters.prometheus import exporting
@@ -64,7 +63,7 @@ class Pace:
         }
 
 
-async def run_metrics(node: NodeContext, pool: ServerPool, watchdog: LoopWatchdog, pace: Pace, seldom: Seldom) -> None:
+async def run_metrics(node: NodeContext, pool: ServerPool, watchdog: LoopWatchdog, pace: Pace) -> None:
     """Report until cancelled, every second and whenever asked. Nobody waits for a report, and a lost one is lost."""
     tokens_per_s = 0.0
 
@@ -79,7 +78,7 @@ async def run_metrics(node: NodeContext, pool: ServerPool, watchdog: LoopWatchdo
     ):
         num_tokens_before, before_s = 0, time.monotonic()
         while True:
-            await anyio.sleep(INTERVAL_S * seldom.times)
+            await anyio.sleep(INTERVAL_S * node.bus.connection.times)
             now_s, num_tokens = time.monotonic(), _num_generated_tokens(node, pool)
             tokens_per_s = round((num_tokens - num_tokens_before) / (now_s - before_s), 1)
             num_tokens_before, before_s = num_tokens, now_s

@@ -33,7 +33,7 @@ from areal_async.rollout.metrics import Pace, run_metrics, server_reports
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.policy.text import load_codec
 from areal_async.rollout.recovery import RowKey, recover
-from areal_async.rollout.seldom import Seldom
+from areal_async.rollout.seldom import times_of
 from areal_async.rollout.server_events import server_event
 from areal_async.rollout.server_services import run_server_services
 from areal_async.rollout.user_code.loop_block_report import LoopBlockFile
@@ -108,7 +108,6 @@ class _Node:
         self._fleet = Fleet(settings, node_id=node_id, log_directory=self._log_directory, publish=self._publish_state)
         self._told: dict[str, ServerState] = {}
         self._block_file = LoopBlockFile(run_directory, node_id)
-        self._seldom = Seldom()
         self._watchdog = LoopWatchdog(deadline_s=settings.rollout.loop_deadline_s, file=self._block_file)
 
     async def run(self, grace_s: float) -> None:
@@ -180,7 +179,7 @@ class _Node:
                     )
                     pace = Pace()
                     services.start_soon(self._watchdog.run_beats)
-                    services.start_soon(run_metrics, place, self._fleet.pool, self._watchdog, pace, self._seldom)
+                    services.start_soon(run_metrics, place, self._fleet.pool, self._watchdog, pace)
                     services.start_soon(
                         run_server_services,
                         self._bus,
@@ -226,9 +225,7 @@ class _Node:
     async def _run_weights(self) -> None:
         """Follow the announced versions; the supervisors change their servers to the newest."""
         key = self._bus.names.weights_key()
-        async for version in self._bus.watch_key(
-            key, WeightsVersion, poll_s=lambda: WEIGHTS_POLL_S * self._seldom.times
-        ):
+        async for version in self._bus.watch_key(key, WeightsVersion, poll_s=WEIGHTS_POLL_S):
             log.info("weights.announced", version=version.version, kind=version.kind)
             self._fleet.target.announce(version)
 
@@ -265,7 +262,7 @@ class _Node:
                 found = await bus.entries_of(own, ServerState) if own else {}
             else:
                 found = await bus.entries("server.", ServerState)
-                self._seldom.note(len({said.node_id for said, _ in found.values()}))
+                self._bus.connection.slow_down(times_of(len({said.node_id for said, _ in found.values()})))
             for key, (said, revision) in found.items():
                 server = self._fleet.pool.servers.get(said.server_id)
                 is_its_key = key == names.server_key(said.server_id)
@@ -277,7 +274,7 @@ class _Node:
                     with suppress(ConflictError):
                         await bus.compare_and_set(key, self._state(server), revision)
                         log.warning("server.claimed", server_id=server.id, version=server.version)
-            await anyio.sleep(CLAIM_S * self._seldom.times)
+            await anyio.sleep(CLAIM_S * self._bus.connection.times)
 
     def _state(self, server: ServerHandle) -> ServerState:
         return ServerState(

@@ -1,9 +1,13 @@
 """A delivery belongs to one process until it is settled; nothing is lost when that process or the broker dies."""
 
+from typing import Any
+
 import anyio
+import msgspec
 import pytest
 
-from areal_async.bus import Bus, EmbeddedBroker, Inbox, Role, take_trainer_consumer
+from areal_async.bus import MOST_TIMES, Bus, EmbeddedBroker, Inbox, Role, take_trainer_consumer
+from areal_async.bus.inbox import MOST_PULL_S, PULL_S
 from areal_async.errors import ConsumerGoneError, FencedError
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, kill, until
 
@@ -76,6 +80,32 @@ async def test_a_message_that_is_the_last_is_had_with_one_request(open_role: Ope
 
     assert num_sent_for_one == 1
     assert [delivery.data for delivery in more] == [b"1", b"2"]
+
+
+async def test_a_pull_waits_so_much_longer_as_its_connection_is_slowed_down(
+    open_role: OpenRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await open_role(Role.NODE)
+    expires: list[int] = []
+    publish = node.connection.publish
+
+    async def noting(subject: str, payload: bytes = b"", **rest: Any) -> None:
+        expires.extend(msgspec.json.decode(payload)["expires"] for _ in range(b"expires" in payload))
+        await publish(subject, payload, **rest)
+
+    monkeypatch.setattr(node.connection, "publish", noting)
+    for times in (1.0, MOST_TIMES):
+        node.connection.slow_down(times)
+        async with (
+            node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox,
+            anyio.create_task_group() as tasks,
+        ):
+            num_before = len(expires)
+            tasks.start_soon(lambda inbox=inbox: inbox.fetch(1, wait_s=100 * PULL_S))
+            await until(lambda num_before=num_before: len(expires) > num_before)
+            tasks.cancel_scope.cancel()
+
+    assert expires == [PULL_S * 1e9, MOST_PULL_S * 1e9]
 
 
 async def test_what_is_given_back_comes_again_and_what_is_termed_does_not(open_role: OpenRole) -> None:

@@ -5,12 +5,14 @@ import msgspec
 import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role
+from areal_async.bus.connection import PING_INTERVAL_S
 from areal_async.bus.keys import HISTORY
+from areal_async.bus.log import Attention
 from areal_async.bus.streams import forget_nodes
 from areal_async.errors import ConflictError, WireError
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.subjects import ADMITTED, LINEAGE
-from areal_async.protocol.types import Admitted, LineageRecord
+from areal_async.protocol.types import Admitted, LineageRecord, WeightsVersion
 from tests.brokers import PATIENCE_S, OpenRole, kill, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
@@ -169,6 +171,34 @@ async def test_a_watcher_sees_the_present_value_and_the_newest_after_the_broker_
         kill(broker)
         await writer.put(key, LineageRecord(lineage=2))
         assert (await anext(watch)).lineage == 2
+
+
+async def test_a_watcher_does_not_look_again_for_what_it_has_just_found(open_role: OpenRole) -> None:
+    trainer, node = await open_role(Role.TRAINER), await open_role(Role.NODE)
+    key = trainer.names.weights_key()
+    await trainer.put(key, WeightsVersion(version="1-0", path="/w"))
+    watch = node.watch_key(key, WeightsVersion, poll_s=10 * PATIENCE_S)
+    assert (await anext(watch)).version == "1-0"
+    num_sent = node.connection.client.stats["out_msgs"]
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anext, watch)
+        await anyio.wait_all_tasks_blocked()
+        assert node.connection.client.stats["out_msgs"] == num_sent
+        tasks.cancel_scope.cancel()
+    await trainer.put(key, WeightsVersion(version="1-1", path="/w"))
+
+    assert (await anext(watch)).version == "1-1"
+
+
+async def test_a_connection_that_is_slowed_down_pings_and_looks_more_seldom(open_role: OpenRole) -> None:
+    node = await open_role(Role.NODE)
+    watching = Attention(node.api, "somewhere", 3.0)
+
+    node.connection.slow_down(2.0)
+
+    assert node.connection.client.options["ping_interval"] == 2 * PING_INTERVAL_S
+    assert watching._poll_s == 6.0
 
 
 async def test_a_watcher_of_a_key_that_does_not_exist_waits_for_it(open_role: OpenRole) -> None:

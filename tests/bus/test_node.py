@@ -14,7 +14,8 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from areal_async.bus import Bus, EmbeddedBroker, Role, take_trainer_consumer
+from areal_async.bus import MOST_TIMES, Bus, EmbeddedBroker, Role, take_trainer_consumer
+from areal_async.bus.inbox import PULL_S
 from areal_async.bus.log import StreamReader
 from areal_async.bus.streams import forget_nodes
 from areal_async.config.settings import (
@@ -48,7 +49,7 @@ from areal_async.protocol.types import (
 from areal_async.rollout.leases import Leases
 from areal_async.rollout.node import FIRST_CLAIMS, run_node
 from areal_async.rollout.node_context import NodeContext
-from areal_async.rollout.seldom import MOST_TIMES, Seldom
+from areal_async.rollout.seldom import times_of
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
 
 pytestmark = pytest.mark.anyio
@@ -235,9 +236,16 @@ async def test_what_is_said_of_a_server_that_a_node_does_not_have_is_put_right_b
 
 
 async def test_a_node_speaks_more_seldom_the_more_nodes_have_servers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Seldom] = []
+    pulls: list[dict[str, Any]] = []
+    publish = run.node.connection.publish
+
+    async def noting_pulls(subject: str, payload: bytes = b"", **rest: Any) -> None:
+        if ".MSG.NEXT." in subject:
+            pulls.append(msgspec.json.decode(payload))
+        await publish(subject, payload, **rest)
+
+    monkeypatch.setattr(run.node.connection, "publish", noting_pulls)
     monkeypatch.setattr("areal_async.rollout.node.NUM_CLAIMS", 1)
-    monkeypatch.setattr("areal_async.rollout.node.Seldom", lambda: kept.append(Seldom()) or kept[-1])
     monkeypatch.setattr("areal_async.rollout.seldom.NODES_AT_FULL_PACE", 2)
     await run.announce()
     for number in range(1, 6):
@@ -248,12 +256,11 @@ async def test_a_node_speaks_more_seldom_the_more_nodes_have_servers(run: Run, m
     async with run.running_node():
         await run.server(lambda state: state.version == "1-0" and not state.fenced)
 
-        await until(lambda: kept[0].times == 3.0)
+        await until(lambda: run.node.connection.times == 3.0)
+        await run.admit()  # the pull that waits is an earlier one
+        await until(lambda: any(one.get("expires", 0) > 2.5 * PULL_S * 1e9 for one in pulls))
 
-    kept[0].note(1)
-    assert kept[0].times == 1.0
-    kept[0].note(1_000)
-    assert kept[0].times == MOST_TIMES
+    assert (times_of(1), times_of(1_000)) == (1.0, MOST_TIMES)
 
 
 async def test_a_version_that_a_node_did_not_hear_of_is_looked_for_more_often_than_other_keys(
@@ -277,7 +284,7 @@ async def test_nodes_that_start_at_once_soon_know_how_many_they_are(run: Run, mo
     noted: list[int] = []
     monkeypatch.setattr("areal_async.rollout.node.NUM_CLAIMS", 1_000_000)
     monkeypatch.setattr("areal_async.rollout.node.CLAIM_S", 0.05)
-    monkeypatch.setattr(Seldom, "note", lambda _, num_nodes: noted.append(num_nodes))
+    monkeypatch.setattr("areal_async.rollout.node.times_of", lambda num_nodes: noted.append(num_nodes) or 1.0)
     await run.announce()
     async with run.running_node():
         await until(lambda: len(noted) == FIRST_CLAIMS)
