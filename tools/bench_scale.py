@@ -1,6 +1,6 @@
 """What more nodes cost those who speak with all of them, and what a million trajectories leave behind.
 
-    python -m tools.bench_scale                            # 1, 4, 16, 64 and 256 nodes, about six minutes
+    python -m tools.bench_scale                            # 1, 4, 16, 64 and 256 nodes, about twelve minutes
     python -m tools.bench_scale --nodes 1 256 --rate 200
     python -m tools.bench_scale --trajectories 1000000     # one run, as fast as it goes; then its restart
 
@@ -48,6 +48,8 @@ MOST_RESTART_S = 10.0
 EVERY = 100_000
 """Trajectories between two looks at memory."""
 SETTLE_STEPS = 2
+START_S = 60.0
+"""After this time nodes that started at once know how many they are, and speak as seldom as they go on to."""
 DEADLINE_S = 900.0
 ROLES = ("broker", "controller", "rank 0")
 
@@ -184,6 +186,7 @@ async def measure(arguments: argparse.Namespace, num_nodes: int, folder: Path) -
     settings, batch = settings_of(folder, arguments, num_nodes=num_nodes), arguments.batch
     told = {"num_tokens": arguments.tokens, "answer_s": arguments.answer_s}
     async with running(settings, num_nodes=num_nodes, step_s=batch / arguments.rate, told=told) as scene:
+        await anyio.sleep(START_S)
         first = await scene.wait_step(SETTLE_STEPS)
         before = {role: worked_s(scene.pid(role)) for role in ROLES}
         last = await scene.wait_step(first.step + arguments.steps)

@@ -10,15 +10,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from areal_async.bus.api import TRY_DEADLINE_S
 from areal_async.bus.inbox import MOST_PULL_S, PULL_S
 from areal_async.bus.permissions import Permissions, Role, permissions
 from areal_async.bus.private import ensure_key, make_private_directory
 from areal_async.protocol.subjects import Names
 
-MANY_ANSWERS = ("$JS.API.DIRECT.GET.", "$JS.API.CONSUMER.MSG.NEXT.")
 OTHERS = [role for role in Role if role is not Role.OPERATOR]
-ANSWERS_END_S = MOST_PULL_S + PULL_S
-"""Time after its newest answer when the broker forgets who asked: what a longer pull is sent goes to nobody."""
+ANSWERS_END_S = {"$JS.API.DIRECT.GET.": 2 * TRY_DEADLINE_S, "$JS.API.CONSUMER.MSG.NEXT.": MOST_PULL_S + PULL_S}
+"""Of requests with many answers, the time after the newest when the broker forgets who asked: what a longer pull is
+sent goes to nobody. It holds some 1 kB for each."""
 
 
 def key_path(folder: Path, role: Role) -> Path:
@@ -78,8 +79,9 @@ def _user(key: str, may: Permissions) -> dict[str, Any]:
 
 
 def _service(subject: str) -> dict[str, Any]:
-    if subject.startswith(MANY_ANSWERS):
-        return {"service": subject, "response_type": "stream", "response_threshold": f"{ANSWERS_END_S:g}s"}
+    for prefix, answers_end_s in ANSWERS_END_S.items():
+        if subject.startswith(prefix):
+            return {"service": subject, "response_type": "stream", "response_threshold": f"{answers_end_s:g}s"}
     return {"service": subject}
 
 

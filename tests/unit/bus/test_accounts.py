@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_async.bus.accounts import accounts, covers
+from areal_async.bus.api import TRY_DEADLINE_S
 from areal_async.bus.inbox import GRACE_S, MOST_PULL_S
 from areal_async.bus.permissions import Role, permissions
 from areal_async.protocol.subjects import Names
@@ -58,10 +59,17 @@ def test_no_two_exports_of_an_account_match_the_same_unless_one_is_named_by_who_
         assert [(a, b) for a in subjects for b in subjects if a != b and covers(a, b)] == []
 
 
-def test_the_broker_remembers_whom_it_is_to_answer_for_longer_than_a_pull_lasts(tmp_path: Path) -> None:
+def test_the_broker_remembers_whom_it_is_to_answer_for_longer_than_a_pull_or_a_read_lasts(tmp_path: Path) -> None:
     """A ticket that answers a pull whose asker is forgotten goes to nobody, and comes again when its lease is over."""
     exports = accounts(RUN, tmp_path / "keys")[RUN.account(Role.OPERATOR)]["exports"]
-    kept_s = [float(one["response_threshold"].removesuffix("s")) for one in exports if "response_threshold" in one]
+    kept_s = {
+        one["service"]: float(one["response_threshold"].removesuffix("s"))
+        for one in exports
+        if "response_threshold" in one
+    }
 
-    assert kept_s
-    assert min(kept_s) > MOST_PULL_S + GRACE_S
+    pulls = [kept for service, kept in kept_s.items() if ".MSG.NEXT." in service]
+    reads = [kept for service, kept in kept_s.items() if ".DIRECT.GET." in service]
+    assert min(pulls) > MOST_PULL_S + GRACE_S
+    assert min(reads) > TRY_DEADLINE_S
+    assert max(reads) < min(pulls)
