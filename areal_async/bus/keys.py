@@ -32,7 +32,9 @@ NODES_HISTORY = 1
 """Values kept of a node's key: one that is there can be written again however full its bucket is, as a value
 then takes the place of another."""
 WHOLE_S = 10.0
-"""Time after which all keys that begin alike are read again, and not only what has changed."""
+"""Time after which all keys that begin alike are read again, and not only what has changed: at the least."""
+WHOLE_KEY_S = WHOLE_S / 32
+"""For each of them, where they are many: as many are read in a second whatever their number is."""
 MAX_REMEMBERED = 4096
 """Unreadable values of which no second dead letter is stored at the next look."""
 
@@ -108,7 +110,7 @@ class Keys:
         """Return value and revision of every key that starts with ``prefix``, which ends in a dot, in one request.
 
         Those that cannot be read are left out. Asked again, it reads what has changed since, however many keys there
-        are; all of them every ``WHOLE_S`` and after each loss of the connection, as a purge leaves no trace.
+        are; all of them every ``WHOLE_S`` or so and after each loss of the connection, as a purge leaves no trace.
         """
         view = self._views.get(prefix)
         if view is None or view.is_over(self.api.connection.num_losses):
@@ -226,11 +228,12 @@ class _View:
         self.last = 0
         """Newest revision that was seen."""
         self._num_losses = num_losses
-        self._ends_at = anyio.current_time() + WHOLE_S
+        self._began_at = anyio.current_time()
 
     def is_over(self, num_losses: int) -> bool:
         """Say whether all of them are to be read again."""
-        return num_losses != self._num_losses or anyio.current_time() > self._ends_at
+        lasts_s = max(WHOLE_S, WHOLE_KEY_S * len(self.entries))
+        return num_losses != self._num_losses or anyio.current_time() > self._began_at + lasts_s
 
 
 class Watch(AsyncIterator[R], Generic[R]):

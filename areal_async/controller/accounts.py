@@ -194,7 +194,8 @@ class Accounts:
         A version beyond the ``newest`` that was announced is no server's, whatever it says: groups admitted under it
         would be refused, one after another.
         """
-        versions = [Version.parse(server.version) for server in servers if server.version and not server.fenced]
+        told = {server.version for server in servers if server.version and not server.fenced}
+        versions = map(Version.parse, told)  # of many servers there are few
         self.held = min((one for one in versions if newest is not None and one <= newest), default=None)
 
     @property

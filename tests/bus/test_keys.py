@@ -6,7 +6,7 @@ import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role
 from areal_async.bus.connection import PING_INTERVAL_S
-from areal_async.bus.keys import HISTORY
+from areal_async.bus.keys import HISTORY, WHOLE_S, _View
 from areal_async.bus.log import Attention
 from areal_async.bus.streams import forget_nodes
 from areal_async.errors import ConflictError, WireError
@@ -143,6 +143,17 @@ async def test_entries_that_were_purged_are_missed_at_the_next_whole_look(
     monkeypatch.setattr("areal_async.bus.keys._View.is_over", lambda *_: True)
 
     assert await node.entries("server.", ServerState) == {}
+
+
+async def test_the_more_keys_there_are_the_more_seldom_all_of_them_are_read() -> None:
+    few, many = _View(num_losses=0), _View(num_losses=0)
+    few.entries, many.entries = {"a": (None, 1)}, {str(number): (None, 1) for number in range(1_000)}
+    for view in (few, many):
+        view._began_at -= 2 * WHOLE_S
+
+    assert few.is_over(num_losses=0)
+    assert not many.is_over(num_losses=0)
+    assert many.is_over(num_losses=1)
 
 
 async def test_entries_are_found_however_many_there_are(open_role: OpenRole, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Credit is admitted minus settled, and comes back when the servers hold what a group made."""
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +39,18 @@ def test_a_cut_group_settles_only_when_every_server_holds_its_weights() -> None:
     accounts.hold([_server("1-1"), _server("1-1", server_id="t")], newest=Version(9, 9))
 
     assert accounts.num_credits == 4
+
+
+def test_of_many_servers_each_version_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    parse = Version.parse
+    monkeypatch.setattr(Version, "parse", lambda text: read.append(text) or parse(text))
+    accounts = _accounts()
+
+    accounts.hold([_server(f"1-{number % 2}", server_id=f"s{number}") for number in range(256)], newest=Version(9, 9))
+
+    assert sorted(read) == ["1-0", "1-1"]
+    assert accounts.held == Version(1, 0)
 
 
 def test_a_fenced_server_holds_no_credit_back() -> None:
