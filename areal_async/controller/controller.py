@@ -273,11 +273,14 @@ class Controller:
             num_seen = self._progress.changed.num_rings
             control, order = self._steering.control, self._order
             paused = f"resume: {control.by or 'an operator'} has paused the run" if control.is_paused else ""
-            unmade = "" if self.evaluation.is_first_done else "the first evaluation"
-            self._waits_for = missing_for_admission(self._accounts, last_step=last_step) or paused or unmade
+            self._waits_for = missing_for_admission(self._accounts, last_step=last_step) or paused
             count, look_in_s = self._num_wanted(), math.inf
+            is_first = not self.evaluation.is_first_done
+            if is_first:
+                count = min(count, self._num_short_of_a_step)
             if not count and not self._waits_for:
-                self._waits_for, look_in_s = "the time when its groups are needed", self._pacer.look_in_s
+                look_in_s = self._pacer.look_in_s
+                self._waits_for = "the first evaluation" if is_first else "the time when its groups are needed"
             admission = next_admission(
                 self._accounts,
                 order.sampler,
@@ -295,6 +298,11 @@ class Controller:
     @property
     def _is_eager(self) -> bool:
         return self._settings.rollout.admission == "eager"
+
+    @property
+    def _num_short_of_a_step(self) -> int:
+        """How many more groups may be admitted before a step could be trained of them."""
+        return max(0, self._settings.rollout.batch_groups - 1 - self._accounts.num_in_flight)
 
     def _num_wanted(self) -> int:
         """Return how many groups are to be admitted now, within credit."""

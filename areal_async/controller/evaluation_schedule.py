@@ -1,6 +1,7 @@
 """Which version is evaluated when: each that is due, what an operator asks for, and the last one, which ends the run.
 
-The first evaluation is over before the first admission, so that it speaks of version 0 alone.
+The first evaluation is over before the first step, so that it speaks of version 0 alone: until then one group less is
+admitted than a step is trained of, which the servers generate where the evaluation leaves them idle.
 """
 
 import math
