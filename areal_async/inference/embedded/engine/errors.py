@@ -11,12 +11,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from safetensors import SafetensorError
-
 from areal_async.errors import UserError
-
-_LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
-"""What transformers, torch and safetensors raise for a folder that they cannot read: almost anything."""
 
 
 class RequestError(Exception):
@@ -40,5 +35,7 @@ def in_one_sentence(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except _LOADING_ERRORS as exc:
+    except UserError:
+        raise
+    except Exception as exc:  # transformers, torch and safetensors raise almost anything for a folder they cannot read
         raise UserError(f"{what}: {type(exc).__name__}: {' '.join(str(exc).split())}") from exc

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from areal_async.errors import UserError
+from areal_async.inference.embedded.engine.adapters import is_adapter
 from areal_async.inference.embedded.engine.compute.cache import ForwardPlan, Segment, SlotCache
 from areal_async.inference.embedded.engine.compute.layers import PlainModel
 from areal_async.inference.embedded.engine.errors import WeightsError, in_one_sentence
@@ -267,6 +268,8 @@ def _load_model(options: EngineOptions, path: Path, device: torch.device, *, see
 
 def read_plain_model(path: Path, *, dtype: str, device: torch.device) -> PlainModel | None:
     """Return the model in folder ``path``; None where it is of another kind, or its files are not whole."""
+    if is_adapter(path):  # transformers looks for the model that it is of
+        return None
     try:
         return PlainModel.read(path, dict(read_checkpoint(path)), dtype=dtype, device=device)
     except WeightsError:

@@ -166,6 +166,8 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:
+    if (folder / _SINGLE).is_file():  # where both are, the one that transformers reads
+        return [folder / _SINGLE]
     index = folder / _INDEX
     if index.is_file():
         try:
@@ -173,6 +175,4 @@ def _checkpoint_files(folder: Path) -> list[Path]:
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as exc:
             raise WeightsError(f"{_INDEX}: cannot be read: {type(exc).__name__}: {exc}") from exc
         return [folder / name for name in names]
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
     raise WeightsError(f"found neither {_SINGLE} nor {_INDEX}; pass a folder that has one")

@@ -24,9 +24,10 @@ from areal_async.inference.embedded.engine.compute.cache import ForwardPlan, Slo
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
 
-class _Rope(msgspec.Struct):
-    rope_theta: float = 10_000.0
+class _Rope(msgspec.Struct, forbid_unknown_fields=True):
+    rope_theta: float
     rope_type: Literal["default"] = "default"
+    type: Literal["default"] = "default"
     partial_rotary_factor: None = None
 
 
@@ -59,11 +60,18 @@ class PlainConfig(msgspec.Struct, kw_only=True):
     use_sliding_window: bool = False
     max_window_layers: int = 28
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None | msgspec.UnsetType = msgspec.UNSET
     dtype: str | None = None
     torch_dtype: str | None = None
     quantization_config: None = None
     auto_map: None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself, as a value of another type is refused."""
+        if self.eos_token_id is msgspec.UNSET:
+            self.eos_token_id = 2 if self.model_type == "llama" else None
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(f"got {len(self.layer_types)} layer_types, need {self.num_hidden_layers}")
 
     def get_text_config(self) -> "PlainConfig":
         """Return itself, as transformers' configuration of a model that does not see."""
@@ -80,11 +88,13 @@ class PlainConfig(msgspec.Struct, kw_only=True):
         return self.rope_parameters.rope_theta if self.rope_parameters is not None else self.rope_theta
 
     def window(self, index: int) -> int | None:
-        """Return how many positions a layer sees; None for all."""
+        """Return how many positions a layer sees; None for all, as with every layer of Llama."""
+        if self.model_type == "llama" or not self.use_sliding_window:
+            return None
         if self.layer_types is not None:
             is_sliding = self.layer_types[index] == "sliding_attention"
         else:
-            is_sliding = self.use_sliding_window and index >= self.max_window_layers
+            is_sliding = index >= self.max_window_layers
         return self.sliding_window if is_sliding else None
 
 
@@ -198,7 +208,7 @@ class PlainModel(nn.Module):
 
         Args:
             tensors: what its checkpoint holds, by name; copied.
-            dtype: of the numbers; ``auto`` is what the configuration says, else that of the first tensor.
+            dtype: of the numbers; ``auto`` is what the configuration says, else that of all tensors.
         """
         try:
             config = msgspec.json.decode((folder / "config.json").read_bytes(), type=PlainConfig)
@@ -206,20 +216,22 @@ class PlainModel(nn.Module):
             ends = msgspec.json.decode(generation.read_bytes() if generation.is_file() else b"{}", type=_Generation)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return None
-        stored = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
-        kind = config.dtype or config.torch_dtype or next(iter(stored), "")
+        stored = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+        kind = config.dtype or config.torch_dtype or "".join(stored)
         wanted = _DTYPES.get(kind if dtype == "auto" else dtype)
         if config.theta is None or wanted is None:
             return None
         model = cls(config)
         own = model.state_dict(keep_vars=True)
-        head = "lm_head.weight"
-        tied = {head} if config.tie_word_embeddings else set()  # stored or not, it is the embedding
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        tied = {head} if config.tie_word_embeddings else set()
         names = own.keys() - tied
         if tensors.keys() - tied != names or any(tensors[name].shape != own[name].shape for name in names):
             return None
+        if tied & tensors.keys() and not torch.equal(tensors[head], tensors[embedding]):
+            return None  # transformers does not tie what was stored as two
         made = {name: tensors[name].to(device, wanted, copy=True) for name in names}
-        made |= dict.fromkeys(tied, made["model.embed_tokens.weight"])
+        made |= dict.fromkeys(tied, made[embedding])
         model.load_state_dict(made, assign=True)
         if config.tie_word_embeddings:  # one parameter under two names, as before
             model.lm_head.weight = model.model.embed_tokens.weight
