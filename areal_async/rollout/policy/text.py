@@ -152,11 +152,14 @@ class TextCodec:
         Raises:
             WorkflowError: as ``render``.
         """
-        said = b""
+        conversation = (list(messages), list(tools))
         if _CHANGING.search(self._template) is None:
             with suppress(ValueError):  # an image, or what else is no plain value
-                said = marshal.dumps((list(messages), list(tools)), 2)
-        return self._render_once(said) if 0 < len(said) <= LONG_TEXT_CHARACTERS else self.render(messages, tools)
+                said = marshal.dumps(conversation, 2)
+                # NumPy's texts and numbers are taken for bytes.
+                if len(said) <= LONG_TEXT_CHARACTERS and marshal.loads(said) == conversation:
+                    return self._render_once(said)
+        return self.render(*conversation)
 
     def _render_marshalled(self, said: bytes) -> str:
         return self.render(*marshal.loads(said))

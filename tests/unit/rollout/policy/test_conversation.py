@@ -357,10 +357,14 @@ def test_siblings_beginning_is_rendered_once_unless_the_template_changes_its_min
 
 def test_beginnings_that_are_equal_and_not_the_same_are_rendered_each() -> None:
     codec = codec_with("hermes")
-    tools = [[{"type": "function", "function": {"name": "f", "most": most}}] for most in (1, True, 1.0, [1], (1,))]
+    most: tuple[Any, ...] = (1, True, 1.0, [1], (1,), np.str_("1"))
+    tools = [[{"type": "function", "function": {"name": "f", "most": one}}] for one in most]
 
-    for most in tools:
-        assert codec.render_beginning([QUESTION], most) == codec.render([QUESTION], most)
+    for one in tools:
+        assert codec.render_beginning([QUESTION], one) == codec.render([QUESTION], one)
+    for more in (None, np.int64(1), np.arange(1), np.arange(3)):
+        asked = [{"role": "user", "content": np.str_("1"), "more": more}]
+        assert codec.render_beginning(asked) == codec.render(asked)
     assert codec.render_beginning([QUESTION], [{"type": "function", "function": {"name": codec}}])
 
 
