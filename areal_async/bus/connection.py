@@ -35,6 +35,9 @@ MIN_API_LEVEL = 2
 CONNECT_TRY_S = 2.0
 RECONNECT_WAIT_S = 0.2
 PING_INTERVAL_S = 2.0
+MOST_PING_S = 3 * PING_INTERVAL_S
+"""Longest time between two pings, however seldom a process speaks: of a connection that is dead without a word it knows
+after ``MAX_OUTSTANDING_PINGS`` and one more, and has to be back before it is taken for gone (``failure_detector``)."""
 MAX_OUTSTANDING_PINGS = 2
 MOST_TIMES = 8.0
 """How many times as seldom as by itself a process speaks at the most: one that is more so would be taken for silent."""
@@ -212,7 +215,7 @@ class Connection:
     def slow_down(self, times: float) -> None:
         """Ping, look at keys that are also heard of, and renew pulls so many times as seldom as by itself."""
         self.times = times
-        self.client.options["ping_interval"] = PING_INTERVAL_S * times  # read anew for each ping
+        self.client.options["ping_interval"] = min(MOST_PING_S, PING_INTERVAL_S * times)  # read anew for each ping
 
     async def go_elsewhere(self) -> None:
         """Leave this server of a cluster for another one; of a broker that is alone nothing is left."""

@@ -4,15 +4,17 @@ import anyio
 import msgspec
 import pytest
 
-from areal_async.bus import Bus, EmbeddedBroker, Role
-from areal_async.bus.connection import PING_INTERVAL_S
+from areal_async.bus import MOST_TIMES, Bus, EmbeddedBroker, Role
+from areal_async.bus.connection import CONNECT_TRY_S, MAX_OUTSTANDING_PINGS, PING_INTERVAL_S, RECONNECT_WAIT_S
 from areal_async.bus.keys import HISTORY, WHOLE_S, _View
 from areal_async.bus.log import Attention
 from areal_async.bus.streams import forget_nodes
+from areal_async.controller.processes.failure_detector import LOST_S
 from areal_async.errors import ConflictError, WireError
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.subjects import ADMITTED, LINEAGE
 from areal_async.protocol.types import Admitted, LineageRecord, WeightsVersion
+from areal_async.rollout.metrics import INTERVAL_S
 from tests.brokers import PATIENCE_S, OpenRole, kill, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
@@ -210,6 +212,15 @@ async def test_a_connection_that_is_slowed_down_pings_and_looks_more_seldom(open
 
     assert node.connection.client.options["ping_interval"] == 2 * PING_INTERVAL_S
     assert watching._poll_s == 6.0
+
+
+async def test_a_node_is_back_from_a_dead_connection_before_it_is_taken_for_lost(open_role: OpenRole) -> None:
+    node = await open_role(Role.NODE)
+    node.connection.slow_down(MOST_TIMES)
+    between_s = node.connection.client.options["ping_interval"]
+
+    told_s = (MAX_OUTSTANDING_PINGS + 1) * between_s + RECONNECT_WAIT_S + CONNECT_TRY_S
+    assert INTERVAL_S * MOST_TIMES + told_s < LOST_S  # it may have been about to speak
 
 
 async def test_a_watcher_of_a_key_that_does_not_exist_waits_for_it(open_role: OpenRole) -> None:
