@@ -25,6 +25,7 @@ PULL_S = 10.0
 One that a restarted broker has forgotten is asked again on reconnecting.
 """
 MOST_PULL_S = PULL_S * MOST_TIMES
+_REMEDY = "make the broker's accounts anew, python -m areal_async.bus, if it is not this run's own"
 GRACE_S = 0.5
 """Time after a pull's end within which its last answer may come."""
 SETTLE_CHUNK = 128
@@ -142,6 +143,8 @@ class Inbox:
         self._status: Received | None = None
         self._was_empty = False
         """The last look has found fewer than were asked for."""
+        self._is_forgotten = False
+        """The broker did not tell of a longer pull's end: by its accounts it forgets before then who asked."""
         self._changed = Bell()
         self._held = AsyncExitStack()
 
@@ -171,9 +174,14 @@ class Inbox:
             remaining_s = ends_at - anyio.current_time()
             if self._was_empty and not self._arrived and remaining_s > 0:
                 # For one first: each pull has the broker look through all who wait at this consumer, which may be many.
-                pull_s = min(PULL_S * self._api.connection.times, remaining_s)
+                times = 1.0 if self._is_forgotten else self._api.connection.times
+                pull_s = min(PULL_S * times, remaining_s)
+                is_connected, num_losses = self._api.connection.is_connected, self._api.connection.num_losses
                 await self._pull({"batch": 1, "expires": int(pull_s * 1e9)}, 1, pull_s + GRACE_S)
                 if not self._arrived:
+                    is_unanswered = is_connected and num_losses == self._api.connection.num_losses and not self._status
+                    if is_unanswered and pull_s > PULL_S:
+                        self._note_forgotten(pull_s)
                     if anyio.current_time() >= ends_at:
                         return []
                     continue
@@ -184,6 +192,11 @@ class Inbox:
             self._was_empty = len(self._arrived) < max_messages
             if self._arrived or anyio.current_time() >= ends_at:
                 return self._take(max_messages)
+
+    def _note_forgotten(self, pull_s: float) -> None:
+        """Go back to short pulls: what such a broker sends to a longer one goes to nobody, and comes again later."""
+        self._is_forgotten = True
+        log.warning("inbox.pull_forgotten", consumer=self._consumer, pull_s=pull_s, instead_s=PULL_S, remedy=_REMEDY)
 
     async def _give_back(self) -> None:
         """Give back at once what arrived and was not fetched."""

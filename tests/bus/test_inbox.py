@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from areal_async.bus import MOST_TIMES, Bus, EmbeddedBroker, Inbox, Role, take_trainer_consumer
+from areal_async.bus.accounts import ANSWERS_END_S
 from areal_async.bus.inbox import MOST_PULL_S, PULL_S
 from areal_async.errors import ConsumerGoneError, FencedError
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, kill, until
@@ -82,10 +83,8 @@ async def test_a_message_that_is_the_last_is_had_with_one_request(open_role: Ope
     assert [delivery.data for delivery in more] == [b"1", b"2"]
 
 
-async def test_a_pull_waits_so_much_longer_as_its_connection_is_slowed_down(
-    open_role: OpenRole, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node = await open_role(Role.NODE)
+def note_pulls(node: Bus, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list to which the time of each pull that waits is added, in nanoseconds."""
     expires: list[int] = []
     publish = node.connection.publish
 
@@ -94,6 +93,14 @@ async def test_a_pull_waits_so_much_longer_as_its_connection_is_slowed_down(
         await publish(subject, payload, **rest)
 
     monkeypatch.setattr(node.connection, "publish", noting)
+    return expires
+
+
+async def test_a_pull_waits_so_much_longer_as_its_connection_is_slowed_down(
+    open_role: OpenRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await open_role(Role.NODE)
+    expires = note_pulls(node, monkeypatch)
     for times in (1.0, MOST_TIMES):
         node.connection.slow_down(times)
         async with (
@@ -106,6 +113,32 @@ async def test_a_pull_waits_so_much_longer_as_its_connection_is_slowed_down(
             tasks.cancel_scope.cancel()
 
     assert expires == [PULL_S * 1e9, MOST_PULL_S * 1e9]
+
+
+@pytest.fixture
+def _forgets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ANSWERS_END_S, "$JS.API.CONSUMER.MSG.NEXT.", request.param)
+
+
+@pytest.mark.usefixtures("_forgets")
+@pytest.mark.parametrize(("_forgets", "times"), [(0.5, 1.0), (60.0, MOST_TIMES)], indirect=["_forgets"])
+async def test_pulls_last_no_longer_than_the_broker_remembers_who_asked(
+    open_role: OpenRole, monkeypatch: pytest.MonkeyPatch, times: float
+) -> None:
+    node = await open_role(Role.NODE)
+    expires = note_pulls(node, monkeypatch)
+    monkeypatch.setattr("areal_async.bus.inbox.PULL_S", 0.2)
+    monkeypatch.setattr("areal_async.bus.inbox.GRACE_S", 4.0)
+    node.connection.slow_down(MOST_TIMES)
+    async with (
+        node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(lambda: inbox.fetch(1, wait_s=PATIENCE_S))
+        await until(lambda: len(expires) > 1)
+        tasks.cancel_scope.cancel()
+
+    assert expires[:2] == [0.2 * MOST_TIMES * 1e9, 0.2 * times * 1e9]
 
 
 async def test_what_is_given_back_comes_again_and_what_is_termed_does_not(open_role: OpenRole) -> None:
