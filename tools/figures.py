@@ -10,10 +10,14 @@ no ratio fails this; a benchmark does that ends without saying one. What must no
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
+from tempfile import TemporaryFile
 from typing import NamedTuple
 
 DEADLINE_S = 180.0
@@ -114,6 +118,25 @@ def ratios_in(output: str, bench: Bench) -> dict[str, float]:
     return found
 
 
+def run(command: Sequence[str]) -> tuple[str, str]:
+    """Run a benchmark and what it starts, no longer than ``DEADLINE_S``; return its output, and what it says beside."""
+    # Files, as who waits for the end of a pipe waits for all that the benchmark has left behind.
+    with TemporaryFile("w+") as output, TemporaryFile("w+") as trouble:
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=trouble, start_new_session=True
+        ) as process:
+            try:
+                process.wait(DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                print(f"ended after {DEADLINE_S:g} s", file=trouble)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        output.seek(0)
+        trouble.seek(0)
+        return output.read(), trouble.read()
+
+
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -126,15 +149,15 @@ def main() -> int:
             continue
         began_s = time.monotonic()
         command = [sys.executable, "-m", *bench.command.split()]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE_S)
+        output, trouble = run(command)
         peers = ", ".join(f"{name} {version(name)}" for name in bench.peers)
         took = f"{time.monotonic() - began_s:.0f} s at a load of {os.getloadavg()[0]:.1f}"
         try:
-            for what, ratio in ratios_in(done.stdout, bench).items():
+            for what, ratio in ratios_in(output, bench).items():
                 print(f"{ratio:>7.2f}  {what}{f' ({peers})' if peers else ''}")
         except LookupError as exc:
             failed.append(str(exc))
-            print(done.stdout + done.stderr, file=sys.stderr)
+            print(output + trouble, file=sys.stderr)
         print(f"{'':>7}  python -m {bench.command}: {took}", flush=True)
     print(*failed, sep="\n", file=sys.stderr, end="\n" if failed else "")
     return 1 if failed else 0

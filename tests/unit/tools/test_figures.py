@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.figures import BENCHES, Bench, ratios_in
+from tools import figures
+from tools.figures import BENCHES, Bench, Figure, ratios_in
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "tools/README.md").read_text(encoding="utf-8")
@@ -30,6 +31,22 @@ def test_ratios_are_found_in_what_is_printed() -> None:
 def test_a_benchmark_that_says_no_ratio_is_told_with_its_command() -> None:
     with pytest.raises(LookupError, match=r"rollout: got no ratio for 'a turn with a tool.*run python -m tools\.bench"):
         ratios_in(ROLLOUT.replace("act ", "acts"), BY_NAME["rollout"])
+
+
+def test_a_benchmark_that_does_not_end_is_ended_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endless = Bench("endless", "http.server 0 --bind 127.0.0.1", (), (Figure("an end", r"^end (\S+)"),))
+    other = Bench("other", "calendar 2026 1", (), (Figure("a year", r"January (\d+)"),))
+    monkeypatch.setattr(figures, "BENCHES", (endless, other))
+    monkeypatch.setattr(figures, "DEADLINE_S", 1.0)
+    monkeypatch.setattr(sys, "argv", ["figures"])
+
+    assert figures.main() == 1
+    said = capsys.readouterr()
+    assert "2026.00  a year" in said.out
+    assert "ended after 1 s" in said.err
+    assert "endless: got no ratio for 'an end', need one; run python -m http.server" in said.err
 
 
 @pytest.mark.parametrize("bench", BENCHES, ids=lambda bench: bench.name)
