@@ -7,7 +7,6 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -18,6 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TIMEOUT = "__areal_tool_timeout_s__"
+_READ = "__areal_tool_read__"
 _SECTION = re.compile(r"^(\w+):\s*$")
 _ITEM = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 _FIELD = re.compile(r"^:param\s+(?:[^:]*\s)?(\w+):\s*(.*)$")
@@ -107,18 +107,17 @@ class _Read(NamedTuple):
     arguments: type[msgspec.Struct]
 
 
-_known: WeakKeyDictionary[Callable[..., Any], _Read] = WeakKeyDictionary()
-"""Every trajectory has the same tools, and to read one takes a fifth of a millisecond."""
-
-
 def _read_once(function: Callable[..., Any], name: str) -> _Read:
+    """As ``_read``, once: every trajectory has the same tools, and to read one takes a fifth of a millisecond."""
     plain = getattr(function, "__func__", function)  # a method is another object each time it is looked up
     if not inspect.isfunction(plain):
         return _read(function, name, ())
-    source = (plain is function, name, inspect.getdoc(function), plain.__code__, dict(plain.__annotations__))
-    read = _known.get(plain)
+    defaults = (plain.__defaults__, dict(plain.__kwdefaults__ or {}))
+    source = (plain is function, name, inspect.getdoc(function), plain.__code__, defaults, dict(plain.__annotations__))
+    read: _Read | None = getattr(plain, _READ, None)
     if read is None or read.source != source:
-        read = _known[plain] = _read(function, name, source)
+        read = _read(function, name, source)
+        setattr(plain, _READ, read)  # there, and so gone with the function, whatever its types hold
     return read
 
 

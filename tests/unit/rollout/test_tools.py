@@ -3,6 +3,7 @@
 Whatever a model writes is a call, no call, or a call with a fault that it is told of.
 """
 
+import gc
 import json
 import threading
 import weakref
@@ -410,6 +411,42 @@ def test_a_tool_is_read_again_where_it_has_changed_and_kept_by_nobody() -> None:
 
     assert (before["description"], after["description"]) == ("Look.", "Look again.")
     assert after["parameters"]["properties"]["at"]["type"] == "number"
+    assert kept() is None
+
+
+def test_a_tool_is_read_again_where_a_default_has_changed() -> None:
+    def look(at: int, times: int = 1) -> int:
+        """Look."""
+        return at * times
+
+    before = describe_tool(look).schema["function"]["parameters"]
+    look.__defaults__ = None
+    after = describe_tool(look).schema["function"]["parameters"]
+
+    assert (before["required"], after["required"]) == (["at"], ["at", "times"])
+
+
+def tool_that_its_types_know() -> Callable[..., Any]:
+    class Move(msgspec.Struct):
+        to: int
+
+        def again(self) -> int:
+            return move(self)
+
+    def move(one: Move) -> int:
+        """Move."""
+        return one.to
+
+    return move
+
+
+def test_a_tool_whose_types_know_it_is_kept_by_nobody() -> None:
+    move = tool_that_its_types_know()
+    describe_tool(move)
+    kept = weakref.ref(move)
+    del move
+    gc.collect()
+
     assert kept() is None
 
 
