@@ -1,12 +1,13 @@
 """Between text and tokens: the model's tokenizer, its chat template, and the tokens that end a turn."""
 
-import marshal
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+
+import msgspec
 
 from areal_async.api import Message
 from areal_async.chat_template import take_template, text_of, write
@@ -38,6 +39,7 @@ LONG_TEXT_CHARACTERS = 1 << 16
 """A tokenizer takes some ten milliseconds for so many; a longer text is tokenized beside the loop, and few are kept."""
 CHARACTERS_PER_TOKEN = 16
 """More than any text has on average: prose has four or five, source code indented deeply eight."""
+_PLAIN = {str, int, float, bool, type(None)}
 
 
 class ContextRoom(NamedTuple):
@@ -84,7 +86,7 @@ class TextCodec:
         self.vocab_size = vocab_size
         """Number of tokens that the model knows, which may be more than its tokenizer uses, or fewer."""
         self._encode_once = lru_cache(maxsize=ENCODE_CACHE_TEXTS)(self._encode)
-        self._render_once = lru_cache(maxsize=RENDER_CACHE_TEXTS)(self._render_marshalled)
+        self._render_once = lru_cache(maxsize=RENDER_CACHE_TEXTS)(self._render_packed)
         self._encode_long_once = lru_cache(maxsize=ENCODE_CACHE_LONG_TEXTS)(self._encode)
         self.stop_token_ids = list(stop_token_ids)
         self.turn_ends = [text for one in stop_token_ids if (text := self.decode([one], skip_special_tokens=False))]
@@ -152,17 +154,16 @@ class TextCodec:
         Raises:
             WorkflowError: as ``render``.
         """
-        conversation = (list(messages), list(tools))
-        if _CHANGING.search(self._template) is None:
-            with suppress(ValueError):  # an image, or what else is no plain value
-                said = marshal.dumps(conversation, 2)
-                # NumPy's texts and numbers are taken for bytes.
-                if len(said) <= LONG_TEXT_CHARACTERS and marshal.loads(said) == conversation:
+        conversation = [list(messages), list(tools)]
+        if _CHANGING.search(self._template) is None and _is_plain(conversation):
+            with suppress(ValueError, OverflowError):  # half a pair of surrogates, a number of more than 64 bits
+                said = msgspec.msgpack.encode(conversation)
+                if len(said) <= LONG_TEXT_CHARACTERS:
                     return self._render_once(said)
         return self.render(*conversation)
 
-    def _render_marshalled(self, said: bytes) -> str:
-        return self.render(*marshal.loads(said))
+    def _render_packed(self, said: bytes) -> str:
+        return self.render(*msgspec.msgpack.decode(said))
 
     def _write(
         self,
@@ -323,3 +324,11 @@ def _read_by_library(model_path: str, model: str) -> tuple[ModelText, VisionSpec
         ids |= set(eos if isinstance(eos, list) else [eos])
     ids.discard(None)
     return ModelText(tokenizer, vocab_size, ids), vision
+
+
+def _is_plain(value: object) -> bool:
+    """Say whether a value is what JSON is made of, and nothing that only passes for it, as an enumeration does."""
+    kind = type(value)
+    if kind is dict:
+        return all(type(key) is str and _is_plain(one) for key, one in cast(dict[object, object], value).items())
+    return kind in _PLAIN or (kind is list and all(map(_is_plain, cast(list[object], value))))

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,10 @@ APPENDING = ["hermes", "json"]
 EVERY = list(TEMPLATES)
 
 Message = Mapping[str, Any]
+
+
+class Mode(str, Enum):  # noqa: UP042 - what users have, which is written otherwise than it is compared
+    FAST = "fast"
 
 
 @dataclass
@@ -357,7 +362,7 @@ def test_siblings_beginning_is_rendered_once_unless_the_template_changes_its_min
 
 def test_beginnings_that_are_equal_and_not_the_same_are_rendered_each() -> None:
     codec = codec_with("hermes")
-    most: tuple[Any, ...] = (1, True, 1.0, [1], (1,), np.str_("1"))
+    most: tuple[Any, ...] = (1, True, 1.0, [1], (1,), np.str_("1"), Mode("fast"), "fast", 1 << 80, "\ud800")
     tools = [[{"type": "function", "function": {"name": "f", "most": one}}] for one in most]
 
     for one in tools:
