@@ -40,6 +40,8 @@ MAX_COMMAND_BYTES: Final = MIB
 MAX_PATH_BYTES: Final = 4096
 INTERRUPT_GRACE_S: Final = 5.0
 """Time in which a command that is interrupted may end, before the shell ends with it."""
+INTERRUPT_AGAIN_S: Final = 0.5
+"""Before the second interrupt, and twice as long before each one more."""
 ANSWER_DEADLINE_S: Final = 60.0
 LOOK_BETWEEN_S: Final = 0.5
 """Time from one look at a box's memory to the next between commands, and at its processor time always."""
@@ -253,13 +255,21 @@ class Box:
         """Have a command that is not waited for end, by an interrupt, else with the shell and all that runs."""
         with suppress(RolloutError):
             if not shell.is_dead:
-                await self._tell({"do": "interrupt"})
                 with anyio.move_on_after(INTERRUPT_GRACE_S):
-                    await shell.ended()
+                    await self._interrupt(shell)
             if shell.is_idle:
                 shell.forget()
             else:
                 await self._restart_shell(shell.folder)
+
+    async def _interrupt(self, shell: Shell) -> None:
+        """Interrupt a command until it has ended: a shell that has just read it may not have begun it, and goes on."""
+        pause_s = INTERRUPT_AGAIN_S
+        while not (shell.is_idle or shell.is_dead):
+            await self._tell({"do": "interrupt"})
+            with anyio.move_on_after(pause_s):
+                await shell.ended()
+            pause_s *= 2
 
     async def _restart_shell(self, folder: str, *, has_more_room: bool = False) -> None:
         """End all that runs, and start a new shell.

@@ -1,6 +1,7 @@
 """A box lasts: its shell and files stay from command to command, whatever they do; nothing of it outlives it."""
 
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -173,6 +174,25 @@ async def test_whoever_no_longer_waits_leaves_a_box_that_goes_on(box: Box, monke
         tasks.cancel_scope.cancel()
 
     assert await said(box, "echo $a; ls /tmp") == "1"
+
+
+async def test_an_interrupt_that_comes_before_the_command_begins_is_made_again(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.sandbox.box.INTERRUPT_GRACE_S", 60.0)
+    tell, num_asked = Box._tell, itertools.count()
+
+    async def tell_late(box: Box, request: dict[str, Any], *files: Any) -> None:
+        if request["do"] != "interrupt" or next(num_asked):
+            await tell(box, request, *files)
+
+    monkeypatch.setattr(Box, "_tell", tell_late)
+    await box.run("a=1")
+    done = await box.run("sleep 60; touch /tmp/never", timeout_s=SHORT_S)
+
+    assert done.end is End.OUT_OF_TIME
+    assert await said(box, "echo $a; ls /tmp") == "1"
+    assert next(num_asked) == 2
 
 
 async def test_a_long_command_that_is_cut_off_on_its_way_in_leaves_nothing_to_the_next(
