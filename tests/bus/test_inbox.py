@@ -8,7 +8,7 @@ import pytest
 
 from areal_async.bus import MOST_TIMES, Bus, EmbeddedBroker, Inbox, Role, take_trainer_consumer
 from areal_async.bus.accounts import ANSWERS_END_S
-from areal_async.bus.inbox import MOST_PULL_S, PULL_S
+from areal_async.bus.inbox import GRACE_S, MOST_PULL_S, PULL_S
 from areal_async.errors import ConsumerGoneError, FencedError
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, kill, until
 
@@ -121,14 +121,16 @@ def _forgets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("_forgets")
-@pytest.mark.parametrize(("_forgets", "times"), [(0.5, 1.0), (60.0, MOST_TIMES)], indirect=["_forgets"])
+@pytest.mark.parametrize(
+    ("_forgets", "times", "grace_s"), [(0.5, 1.0, GRACE_S), (60.0, MOST_TIMES, PATIENCE_S)], indirect=["_forgets"]
+)
 async def test_pulls_last_no_longer_than_the_broker_remembers_who_asked(
-    open_role: OpenRole, monkeypatch: pytest.MonkeyPatch, times: float
+    open_role: OpenRole, monkeypatch: pytest.MonkeyPatch, times: float, grace_s: float
 ) -> None:
     node = await open_role(Role.NODE)
     expires = note_pulls(node, monkeypatch)
     monkeypatch.setattr("areal_async.bus.inbox.PULL_S", 0.2)
-    monkeypatch.setattr("areal_async.bus.inbox.GRACE_S", 4.0)
+    monkeypatch.setattr("areal_async.bus.inbox.GRACE_S", grace_s)
     node.connection.slow_down(MOST_TIMES)
     async with (
         node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox,
