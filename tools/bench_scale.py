@@ -291,17 +291,19 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 16, 64, 256])
-    parser.add_argument("--rate", type=float, default=512.0, help="trajectories per second")
-    parser.add_argument("--steps", type=int, default=4, help="training steps that are measured")
+    parser.add_argument(
+        "--rate", type=float, default=300.0, help="trajectories per second; 256 nodes hold it on two idle cores"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="training steps that are measured")
     parser.add_argument("--batch", type=int, default=4096, help="trajectories of a step")
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=0, help="of a trajectory; 1,000, or 16 with --trajectories")
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=0, help="of a trajectory; 4,000, or 16 with --trajectories")
     parser.add_argument("--answer-s", type=float, default=0.0, help="for a group; 1, or 0.05 with --trajectories")
     parser.add_argument("--trajectories", type=int, default=0, help="train so many in one run, and start it again")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other 100,000 after that")
     parser.add_argument("--directory", type=Path, default=None, help="where runs are made")
     arguments = parser.parse_args()
-    arguments.tokens = arguments.tokens or (16 if arguments.trajectories else 1_000)
+    arguments.tokens = arguments.tokens or (16 if arguments.trajectories else 4_000)
     arguments.answer_s = arguments.answer_s or (0.05 if arguments.trajectories else 1.0)
     work = many if arguments.trajectories else scale
     is_well = anyio.run(work, arguments, backend_options={"use_uvloop": True})
