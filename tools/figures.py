@@ -2,9 +2,9 @@
 
     python -m tools.figures [--only engine ...]
 
-Runs each benchmark with few rounds of little work, and prints the ratio that it found beside the one that stands in
-``tools/README.md``. Small measurements on a machine that does other work as well are off by tens of per cents, so that
-no ratio fails this; a benchmark does that ends without saying one. What must not grow is counted, by tests.
+Runs each benchmark with few rounds of little work, and prints the ratio that it found, for which ``tools/README.md``
+has one of more rounds. Small measurements on a machine that does other work as well are off by tens of per cents, so
+that no ratio fails this; a benchmark does that ends without saying one. What must not grow is counted, by tests.
 """
 
 import argparse
