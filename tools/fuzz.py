@@ -62,13 +62,13 @@ def fuzz(decoder: Decoder, *, seed: int, first: int, count: int) -> Score:
     """Give one decoder ``count`` inputs, from index ``first`` on."""
     score = Score()
     size_bytes = settled_bytes = peak_bytes()
-    with _alarm():
+    with _alarm() as alarm:
         for index in range(first, first + count):
             if len(score.findings) == MAX_FINDINGS:
                 break
             data = input_of(decoder, seed=seed, index=index)
             before_bytes = peak_bytes()
-            _try(decoder, data, index, score)
+            _try(decoder, data, index, score, alarm)
             size_bytes = peak_bytes()
             if size_bytes - before_bytes > MAX_GROWTH_BYTES:
                 _note(score, index, data, f"grew by {(size_bytes - before_bytes) >> 20} MB")
@@ -84,14 +84,23 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _try(decoder: Decoder, data: bytes, index: int, score: Score) -> None:
+@dataclass(slots=True)
+class _Alarm:
+    """Whether an input is being decoded: the signal of a timer may arrive after the timer was stopped."""
+
+    is_set: bool = False
+
+
+def _try(decoder: Decoder, data: bytes, index: int, score: Score, alarm: _Alarm) -> None:
     score.num_inputs += 1
     started = time.thread_time()  # the process's clock is coarse while a timer runs on it
+    alarm.is_set = True
     signal.setitimer(signal.ITIMER_PROF, DEADLINE_S)
     try:
         try:
             decoder.decode(data)
         finally:
+            alarm.is_set = False
             signal.setitimer(signal.ITIMER_PROF, 0)
         score.num_accepted += 1
     except decoder.refuses:
@@ -108,13 +117,16 @@ def _note(score: Score, index: int, data: bytes, what: str) -> None:
 
 
 @contextmanager
-def _alarm() -> Iterator[None]:
+def _alarm() -> Iterator[_Alarm]:
+    alarm = _Alarm()
+
     def ring(_: int, __: FrameType | None) -> None:
-        raise InputTimeoutError
+        if alarm.is_set:
+            raise InputTimeoutError
 
     before = signal.signal(signal.SIGPROF, ring)
     try:
-        yield
+        yield alarm
     finally:
         signal.signal(signal.SIGPROF, before)
 

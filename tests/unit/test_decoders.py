@@ -3,6 +3,8 @@
 A small budget of what ``tools/fuzz.py`` does with a million inputs for each decoder.
 """
 
+import signal
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -94,6 +96,17 @@ def test_fuzzer_finds_errors_hangs_and_growth() -> None:
     for decode, found in ((lambda data: 1 / 0, "ZeroDivisionError"), (hang, "more than"), (grow, "grew by")):
         score = fuzz(decoder("bad", decode, b"x"), seed=SEED, first=0, count=1)
         assert found in " ".join(score.findings)
+
+
+def test_a_timer_s_signal_between_inputs_is_ignored() -> None:
+    class Corpus(tuple[bytes, ...]):
+        def __len__(self) -> int:
+            signal.raise_signal(signal.SIGPROF)
+            return super().__len__()
+
+    score = fuzz(Decoder(name="good", decode=bytes, corpus=Corpus((b"x", b"y"))), seed=SEED, first=0, count=2)
+
+    assert (score.num_accepted, score.findings) == (2, [])
 
 
 def test_an_input_is_a_function_of_its_seed_and_index() -> None:
