@@ -1,6 +1,6 @@
 """What more nodes cost those who speak with all of them, and what a million trajectories leave behind.
 
-    python -m tools.bench_scale                            # 1, 4, 16, 64 and 256 nodes, about twelve minutes
+    python -m tools.bench_scale                            # 1, 4, 16, 64 and 256 nodes, about twenty minutes
     python -m tools.bench_scale --nodes 1 256 --rate 200
     python -m tools.bench_scale --trajectories 1000000     # one run, as fast as it goes; then its restart
 
@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument(
         "--rate", type=float, default=300.0, help="trajectories per second; 256 nodes hold it on two idle cores"
     )
-    parser.add_argument("--steps", type=int, default=3, help="training steps that are measured")
+    parser.add_argument("--steps", type=int, default=10, help="training steps that are measured")
     parser.add_argument("--batch", type=int, default=4096, help="trajectories of a step")
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=0, help="of a trajectory; 4,000, or 16 with --trajectories")

@@ -125,7 +125,7 @@ class RankZero:
             assert not shard.missing, shard.missing
             step = shard.cut.step
             feed.allow(step + 1)
-            due_s = max(due_s + self._job.step_s, time.monotonic() - self._job.step_s)
+            due_s = max(due_s + self._job.step_s, time.monotonic())
             await anyio.sleep(max(0.0, due_s - time.monotonic()))
             self._ledger.add(Version(lineage.number, step), [one.group_id for one in shard.cut.groups])
             self._step = self._lines.step = step

@@ -93,9 +93,10 @@ def environment(settings: Settings) -> dict[str, str]:
     """Return the broker's environment, in which a bound on its memory that is there already stands.
 
     It keeps the newest block of each stream, of up to 8 MB, for as long as someone reads there, and lets go of these
-    when it collects garbage. Without a bound it does so when its heap has doubled, which grows with every block.
+    when it collects garbage. Without a bound it does so when its heap has doubled, which grows with every block. The
+    bound leaves room for twice what is in flight: near it every few messages would make it look through the whole heap.
     """
-    in_flight_bytes = settings.rollout.max_groups_in_flight * MESSAGE_BYTES
+    in_flight_bytes = 2 * settings.rollout.max_groups_in_flight * MESSAGE_BYTES
     return {"GOMEMLIMIT": str(MEMORY_BYTES + in_flight_bytes), **os.environ}
 
 
