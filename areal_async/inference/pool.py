@@ -1,10 +1,10 @@
 """The servers that requests may go to, and which one takes the next.
 
 Invariants: a server is chosen only while it holds an announced weights version and nobody doubts it, and has at
-most ``limit`` requests; the others wait here, first come, first served, and none waits while there is a place. A
-conversation stays with its server, and siblings go where the first of them went, unless what others have there is more
-than ``MAX_IMBALANCE`` times the mean load. Who may change what: the fleet adds and removes; the supervisor admits,
-fences and limits; a failed request only casts doubt, and the supervisor asks the server itself.
+most ``limit`` requests; the others wait here (``line``), and none waits while there is a place. A conversation stays
+with its server, and siblings go where the first of them went, unless what others have there is more than
+``MAX_IMBALANCE`` times the mean load. Who may change what: the fleet adds and removes; the supervisor admits, fences
+and limits; a failed request only casts doubt, and the supervisor asks the server itself.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from areal_async.errors import GenerationError
+from areal_async.inference.line import Line
 from areal_async.process.bell import Bell
 from areal_async.process.pausable_clock import PausableClock
 from areal_async.telemetry import wait_graph
@@ -104,6 +105,8 @@ class ServerHandle:
 class SiblingGroup:
     """What the requests of one group have in common."""
 
+    number: int = 0
+    """As ``Ticket.number``."""
     server: ServerHandle | None = None
     """Where the last one went that did not go on with a conversation there."""
     outstanding_tokens: Counter[ServerHandle] = field(default_factory=Counter)
@@ -126,8 +129,7 @@ class ServerPool:
         self._deadline_s = deadline_s
         self._num_tokens_of_gone = 0
         self._changed = Bell()
-        self._waiters: dict[asyncio.Future[ServerHandle], Wanted] = {}
-        """Who waits for a place, first come first."""
+        self._waiters = Line[ServerHandle, Wanted]()
 
     @property
     def num_waiting(self) -> int:
@@ -215,14 +217,16 @@ class ServerPool:
         server = None if self._waiters else self._take(*wanted)
         while server is None:
             place: asyncio.Future[ServerHandle] = asyncio.get_running_loop().create_future()
-            self._waiters[place] = wanted
+            waiter = self._waiters.join(place, wanted, number=group.number if group is not None else None)
+            self._call_waiters()  # where it was called to a server that has gone, another one may have a place
             try:
                 with wait_graph.on(wait_graph.server(self._name_one(preferred)), "a place on"):
                     await self._wait(place)
                 server = place.result() if place.result().is_serviceable else None
             finally:
-                self._waiters.pop(place, None)
-                if place.done() and server is None:  # its server was fenced since, or who waited was cancelled
+                if not place.done():
+                    self._waiters.leave(waiter)
+                elif server is None:  # its server was fenced since, or who waited was cancelled
                     self.release(place.result(), cost_tokens=cost_tokens, group=group)
         return server
 
@@ -288,12 +292,10 @@ class ServerPool:
 
     def _call_waiters(self) -> None:
         while self._waiters:
-            place, wanted = next(iter(self._waiters.items()))
-            server = self._take(*wanted)
+            server = self._take(*self._waiters.first.wanted)
             if server is None:
                 return
-            del self._waiters[place]
-            place.set_result(server)
+            self._waiters.pop().place.set_result(server)
 
     def _notify(self) -> None:
         self._changed.ring()

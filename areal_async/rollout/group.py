@@ -93,7 +93,7 @@ class GroupRun:
         self._ticket = ticket
         self._prompt = msgspec.structs.replace(ticket.prompt, row=row)
         self._siblings = siblings
-        self._requests = SiblingGroup()
+        self._requests = SiblingGroup(number=ticket.number)
         self._workflow = node.workflow(ticket.workflow, node.now)
         self._producer = f"{node.node_id}.{secrets.token_hex(4)}"
         self._outbox = Outbox(

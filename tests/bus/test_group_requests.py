@@ -46,9 +46,10 @@ async def test_siblings_requests_are_one_groups_and_no_other_groups(
     )  # fmt: skip
 
     for index in range(2):
-        ticket = Ticket(group_id=f"0-{index}-0", workflow="w", row={}, group_size=4, version="1-2")
+        ticket = Ticket(group_id=f"0-{index}-0", workflow="w", row={}, group_size=4, version="1-2", number=index + 1)
         await GroupRun(node, ticket, {}, range(4)).run()
 
     assert current_group() is None
     assert None not in model.groups
     assert sorted(Counter(map(id, model.groups)).values()) == [12, 12]
+    assert Counter(group.number for group in model.groups if group is not None) == {1: 12, 2: 12}

@@ -5,7 +5,7 @@ import pytest
 from anyio import wait_all_tasks_blocked
 
 from areal_async.errors import GenerationError
-from areal_async.inference.pool import ServerHandle, ServerPool
+from areal_async.inference.pool import ServerHandle, ServerPool, SiblingGroup
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
@@ -152,6 +152,78 @@ async def test_newcomer_does_not_overtake_one_that_was_called() -> None:
         pool.release(server)
 
     assert order == ["first", "newcomer"]
+
+
+async def test_a_group_s_turn_is_taken_by_the_group_that_was_admitted_first() -> None:
+    pool, (server,) = pool_of(0)
+    pool.set_limit(server, 1)
+    await pool.choose(group=SiblingGroup(number=5))
+    order: list[tuple[int | None, int]] = []
+    came = [5, None, 6, 5, None, 2]  # one without a group keeps its own turn
+
+    async def request(nth: int, number: int | None) -> None:
+        await pool.choose(group=None if number is None else SiblingGroup(number=number))
+        order.append((number, nth))
+
+    async with anyio.create_task_group() as tasks:
+        for nth, number in enumerate(came):
+            tasks.start_soon(request, nth, number)
+            await wait_all_tasks_blocked()
+        for _ in came:
+            pool.release(server)
+            await wait_all_tasks_blocked()
+
+    assert order == [(2, 5), (None, 1), (5, 0), (5, 3), (None, 4), (6, 2)]
+
+
+async def test_a_cancelled_wait_leaves_no_turn_behind() -> None:
+    pool, (server,) = pool_of(0)
+    pool.set_limit(server, 1)
+    await pool.choose()
+    order: list[int | None] = []
+
+    async def request(number: int | None) -> None:
+        await pool.choose(group=None if number is None else SiblingGroup(number=number))
+        order.append(number)
+
+    async with anyio.create_task_group() as tasks:
+        async with anyio.create_task_group() as cancelled:
+            for number in (7, None):
+                cancelled.start_soon(request, number)
+                await wait_all_tasks_blocked()
+            tasks.start_soon(request, 9)
+            await wait_all_tasks_blocked()
+            cancelled.cancel_scope.cancel()
+        for number in (None, 8):
+            tasks.start_soon(request, number)
+            await wait_all_tasks_blocked()
+        assert pool.num_waiting == 3
+        for _ in range(3):
+            pool.release(server)
+            await wait_all_tasks_blocked()
+
+    assert (order, pool.num_waiting) == ([8, None, 9], 0)
+
+
+async def test_one_that_was_called_to_a_server_that_left_takes_the_place_that_another_has() -> None:
+    pool, servers = pool_of(0, 0)
+    for server in servers:
+        pool.set_limit(server, 1)
+        await pool.choose(server)
+    chosen: list[ServerHandle] = []
+
+    async def request() -> None:
+        chosen.append(await pool.choose())
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(request)
+        await wait_all_tasks_blocked()
+        pool.release(servers[0])
+        pool.release(servers[1])
+        pool.fence(servers[0], "gone")
+        await wait_all_tasks_blocked()
+        assert chosen == [servers[1]]
+        tasks.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("is_called_first", [True, False])
