@@ -371,6 +371,89 @@ def test_a_small_cache_budget_admits_only_what_can_grow_to_its_end(old_model: Pa
         assert_scored_by(old_model, sequence)
 
 
+def groups() -> list[RunningSequence]:
+    return [
+        sequence_of(prompt_of(20, seed=group), 30, seed=4 * group + sibling)
+        for group in range(4)
+        for sibling in range(4)
+    ]
+
+
+def test_groups_that_begin_anew_cost_two_passes_and_one_cache(old_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = load(old_model)
+    scheduler = scheduler_of(runner, max_prefill_tokens=1000)
+    for sequence in groups():
+        scheduler.submit(sequence)
+    run(scheduler, steps=6)
+    passes, sizes = list[int](), list[tuple[int, int]]()
+    prefill, resize = runner.prefill, runner.cache.resize
+    monkeypatch.setattr(
+        runner, "prefill", lambda prompts, *rest: (passes.append(len(prompts)), prefill(prompts, *rest))[1]
+    )
+    monkeypatch.setattr(runner.cache, "resize", lambda *size: (sizes.append(size), resize(*size)))
+
+    scheduler.pause(PauseMode.RETRACT)
+    assert scheduler.flush_cache()
+    scheduler.resume()
+    scheduler.step()
+
+    assert passes == [4, 12]  # one of each group, and then its siblings, who go on from its prompt
+    assert len(sizes) == 1
+    assert scheduler.num_running == 16
+
+
+def test_siblings_that_go_on_from_a_pass_are_charged_to_it_in_order(old_model: Path) -> None:
+    scheduler = scheduler_of(load(old_model), max_prefill_tokens=1000)
+    sequences = groups()
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    run(scheduler, steps=6)
+    scheduler.pause(PauseMode.RETRACT)
+    assert scheduler.flush_cache()
+    scheduler.resume()
+    scheduler._max_prefill_tokens = 64  # one of 27, three that go on from 20 of them, and no other of 27
+
+    scheduler.step()
+
+    assert [sequences.index(sequence) for sequence in scheduler._running] == [0, 1, 2, 3]
+    assert [sequences.index(sequence) for sequence in scheduler._waiting] == [*range(4, 16)]
+    run(scheduler)
+    for sequence in sequences:
+        assert_scored_by(old_model, sequence)
+
+
+def test_a_step_has_two_passes_however_long_a_chain_of_prompts_is(old_model: Path) -> None:
+    scheduler = scheduler_of(load(old_model), max_prefill_tokens=1000)
+    chain = prompt_of(36, seed=1)
+    prompts = [chain[:20], chain[:24], chain[:28], chain[:32], prompt_of(20, seed=2)]
+    sequences = [sequence_of(prompt, 8, seed=seed) for seed, prompt in enumerate(prompts)]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+
+    scheduler.step()
+
+    assert [sequences.index(sequence) for sequence in scheduler._running] == [0, 4, 1]
+    assert [sequences.index(sequence) for sequence in scheduler._waiting] == [2, 3]
+    run(scheduler)
+    for sequence in sequences:
+        assert_scored_by(old_model, sequence)
+
+
+def test_room_for_a_long_one_that_waits_is_not_made_before_others_found_what_is_held(old_model: Path) -> None:
+    scheduler = scheduler_of(load(old_model, max_total_tokens=480), max_running=8, max_prefill_tokens=1000)
+    said = [sequence_of(prompt_of(20, seed=seed), 9, seed=seed) for seed in range(8)]
+    for sequence in said:
+        scheduler.submit(sequence)
+    run(scheduler)
+    turns = [sequence_of([*one.prompt_ids, *one.output_ids, 1], 4, seed=20) for one in said[:2]]
+    for sequence in (*turns, sequence_of(prompt_of(20, seed=9), CONTEXT_LENGTH - 20, seed=9)):
+        scheduler.submit(sequence)
+
+    run(scheduler)
+
+    assert [sequence.cached_tokens for sequence in turns] == [28, 28]
+
+
 def test_prompts_too_many_for_one_pass_give_the_logits_each_gives_alone(
     old_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from areal_async.inference.embedded.engine.batch import DecodeBatch
 from areal_async.inference.embedded.engine.compute.held import LEAST_SHARED
@@ -169,32 +170,62 @@ class Scheduler:
         self.weight_version = weight_version
 
     def _admit(self) -> None:
-        """Give slots to waiting sequences, in order, and compute of their prompts what no slot holds."""
+        """Give slots to waiting sequences, in order, and compute of their prompts what no slot holds.
+
+        Who goes on from a prompt that a pass computes is in a second one, so that groups begin together.
+        """
+        self._reserve()
+        later: deque[RunningSequence] = deque()
+        self._admit_pass(self._waiting, later)
+        if later:
+            self._admit_pass(later, None)
+            self._waiting.extendleft(reversed(later))
+
+    def _admit_pass(self, coming: deque[RunningSequence], later: deque[RunningSequence] | None) -> None:
+        """Admit who fits into one forward pass.
+
+        Args:
+            later: takes who goes on from it; None for the second pass, whose members the first one had room for.
+        """
         new: list[_Admitted] = []
         longest = max((sequence.longest_tokens for sequence in self._running), default=0)
         budget = self._max_prefill_tokens
         first_new = len(self._running)
-        while self._waiting and len(self._running) < self._max_running:
-            sequence = self._waiting[0]
+        while coming:
+            sequence = coming[0]
             longest = max(longest, sequence.longest_tokens)
-            num_slots = len(self._running) + 1
-            if self._running and num_slots * longest > self._runner.max_total_tokens:
+            num_slots = len(self._running) + len(later or ()) + 1
+            has_room = num_slots == 1 or num_slots * longest <= self._runner.max_total_tokens
+            if num_slots > self._max_running or not has_room:
                 break
             # Before the search: a cache at the end of its budget has fewer slots when they are longer.
             self._runner.reserve(num_slots, longest, spare_slots=num_slots)
             one = _Admitted(sequence, *self._find_held(sequence))
-            cost = 0 if one.is_whole else one.num_left
-            if cost > budget and any(not other.is_whole for other in new):
+            is_of_this_pass = first_new <= one.source < len(self._running)
+            goes_on = bool(one.num_held) and not one.is_whole and is_of_this_pass
+            if goes_on and later is None:
                 break
-            if one.num_held and not one.is_whole and first_new <= one.source < len(self._running):
-                break  # the prompt that it goes on from is computed in this very step
-            self._waiting.popleft()
+            cost = 0 if one.is_whole else one.num_left
+            if later is not None and budget - cost < 0 < self._max_prefill_tokens - budget:
+                break
+            coming.popleft()
             budget -= cost
-            self._place(one, is_computed=not first_new <= one.source < len(self._running))
+            if goes_on and later is not None:
+                later.append(sequence)
+                continue
+            self._place(one, is_computed=not is_of_this_pass)
             new.append(one)
         if new:
             self._fill(new)
             self._batch = None
+
+    def _reserve(self) -> None:
+        """Make room for all that may run next at once: a cache that grows as each of them comes is copied each time."""
+        next_ones = islice(self._waiting, self._max_running - len(self._running))
+        lengths = [sequence.longest_tokens for sequence in chain(self._running, next_ones)]
+        num_slots = min(len(lengths), self._runner.max_total_tokens // max(lengths))
+        if num_slots > self._runner.cache.num_slots:  # else what ended sequences have left may still be of use
+            self._runner.reserve(num_slots, max(lengths[:num_slots]), spare_slots=num_slots)
 
     def _find_held(self, sequence: RunningSequence) -> tuple[int, int]:
         """Return a slot and how much it holds of the sequence's tokens, at most all but the last; 0 if not worth it."""
