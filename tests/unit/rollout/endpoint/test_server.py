@@ -153,9 +153,8 @@ async def test_endpoint_listens_where_it_is_told_to_and_names_that_address() -> 
         assert (await http.post(CHAT, json=chat())).status_code == 200
         async with client(policy, authorization="Bearer sk-wrong") as stranger:
             assert_unauthorized(await stranger.post(CHAT, json=chat()), CHAT)
-        elsewhere = policy.base_url.replace(
-            "127.0.0.2", "127.0.0.3"
-        )  # another's server may have this port at 127.0.0.1
+        # Not 127.0.0.1: another's server may have this port there.
+        elsewhere = policy.base_url.replace("127.0.0.2", "127.0.0.3")
         with pytest.raises(httpx.ConnectError):
             await http.get(f"{elsewhere}/models")
 
