@@ -206,7 +206,8 @@ class Scheduler:
             if goes_on and later is None:
                 break
             cost = 0 if one.is_whole else one.num_left
-            if later is not None and budget - cost < 0 < self._max_prefill_tokens - budget:
+            is_charged = budget < self._max_prefill_tokens
+            if later is not None and cost > budget and is_charged:
                 break
             coming.popleft()
             budget -= cost
