@@ -3,7 +3,8 @@
     python -m tools.bench_swap                               # the embedded engine; about two minutes
     python -m tools.bench_swap --python sglang/bin/python    # the real SGLang, installed in that environment
 
-One server, `--streams` completions at once through the client of this project, a new one for each that ends. Phases
+One server, `--streams` completions at once through the client of this project, a new one for each that ends; with
+`--group-size` so many to each prompt, and a group's next prompt when all of them have ended. Phases
 without a swap alternate with phases of each mode (`retract`, `in_place`, `abort`), so that a busy machine slows them
 alike; the swaps are the project's own, from a folder on disk. Each phase's rate is compared with the mean of the two
 quiet phases beside it, and the median over the rounds is the mode's cost. `abort` ends what runs; the client goes on
@@ -53,13 +54,15 @@ class Bench:
         self._num_swaps = 0
         self.swaps_s: dict[str, list[float]] = {mode: [] for mode in MODES}
 
-    async def run_stream(self) -> None:
-        """Ask for one completion after the other, of lengths that differ."""
+    async def run_group(self) -> None:
+        """Ask for the completions of one prompt after the other, of lengths that differ."""
         low, high = self._arguments.min_tokens, self._arguments.max_tokens
         while True:
             prompt_ids = [random.randrange(5, 200) for _ in range(PROMPT_TOKENS)]
-            sampling = {"max_new_tokens": random.randint(low, high), "temperature": 1.0, "ignore_eos": True}
-            await self._client.generate(prompt_ids, sampling)
+            async with anyio.create_task_group() as siblings:
+                for _ in range(self._arguments.group_size):
+                    sampling = {"max_new_tokens": random.randint(low, high), "temperature": 1.0, "ignore_eos": True}
+                    siblings.start_soon(self._client.generate, prompt_ids, sampling)
 
     async def phase_rate(self, mode: str | None) -> float:
         """Return the tokens per second of one phase, with swaps in this mode, or none."""
@@ -118,8 +121,8 @@ async def measure(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         async with serving(arguments, Path(folder)) as (client, server), anyio.create_task_group() as streams:
             bench = Bench(client, server, arguments)
-            for _ in range(arguments.streams):
-                streams.start_soon(bench.run_stream)
+            for _ in range(arguments.streams // arguments.group_size):
+                streams.start_soon(bench.run_group)
             await anyio.sleep(WARM_UP_S)
             quiet = await bench.phase_rate(None)
             for _ in range(arguments.rounds):
@@ -148,6 +151,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the server; all cores, as it is alone")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--group-size", type=int, default=1, help="completions of each prompt")
     parser.add_argument("--min-tokens", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--every", type=float, default=5.0, help="seconds from one swap to the next")
