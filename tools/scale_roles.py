@@ -4,6 +4,7 @@ Rank 0 computes nothing, and takes as long as it is told for a step. Cuts, paylo
 those of a run; its checkpoint is the ledger alone.
 """
 
+import gc
 import sys
 import time
 from pathlib import Path
@@ -192,4 +193,5 @@ ROLES = {"controller": run_controller, "trainer": run_trainer}
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what was imported, as a role does (``cli.roles``)
     anyio.run(ROLES[sys.argv[1]], *read_job(sys.argv[2]), backend_options={"use_uvloop": True})

@@ -199,7 +199,7 @@ class SlotStatus(StrEnum):
     REJECTED = "rejected"
 
 
-class ReplyReward(msgspec.Struct, frozen=True, array_like=True):
+class ReplyReward(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one reply of a trajectory is worth, where its workflow says so reply by reply.
 
     An array on the wire: the headers of a batch have many.
@@ -213,7 +213,7 @@ class ReplyReward(msgspec.Struct, frozen=True, array_like=True):
     """``Turn.role``: a reply is compared with those of its own role."""
 
 
-class Slot(Record, frozen=True, kw_only=True):
+class Slot(Record, frozen=True, kw_only=True, gc=False):  # there are very many, and none leads back to itself
     """The header of one trajectory: all that the cut needs, without its tokens."""
 
     sibling: Count
@@ -256,7 +256,7 @@ class Trajectory(Record, frozen=True, kw_only=True):
         return {image.sha256: image for sequence in self.sequences for image in sequence.images or ()}
 
 
-class StoredMessage(Record, frozen=True, kw_only=True):
+class StoredMessage(Record, frozen=True, kw_only=True, gc=False):
     """A trajectory message in the stream, as its headers tell it."""
 
     group_id: str
@@ -325,7 +325,7 @@ class Outcome(Record, frozen=True, kw_only=True):
     """The group's, where the recorder knew it."""
 
 
-class CutSlot(Record, frozen=True, kw_only=True):
+class CutSlot(Record, frozen=True, kw_only=True, gc=False):
     """A slot in a cut, and where its payload was seen."""
 
     slot: Slot

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 
-from areal_async.bus import Bus, EmbeddedBroker, Role, take_trainer_consumer
+from areal_async.bus import Bus, Delivery, EmbeddedBroker, Role, take_trainer_consumer
 from areal_async.bus.connection import Received
 from areal_async.bus.inbox import Inbox
 from areal_async.config.settings import MIN_IMAGE_STREAM_BYTES, BusSettings, RolloutSettings, RunSettings, Settings
@@ -148,6 +149,59 @@ async def test_a_full_batch_is_cut_and_acked_only_by_its_checkpoint(open_role: O
             ("0-0-0", OutcomeKind.TRAINED, 1),
             ("0-1-0", OutcomeKind.TRAINED, 1),
         }
+
+
+async def test_whoever_else_runs_on_the_loop_has_a_turn_between_two_messages_of_a_full_read(
+    open_role: OpenRole, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    for index in range(8):
+        await store(node, f"0-{index}-0", [0, 1], group_size=2)
+    num_turns, at_turns, receive = 0, [], BatchFeed._receive
+
+    async def noted(self: BatchFeed, delivery: Delivery) -> None:
+        at_turns.append(num_turns)
+        await receive(self, delivery)
+
+    async def take_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await anyio.lowlevel.checkpoint()
+
+    async def is_read() -> bool:
+        return len(at_turns) == 8
+
+    monkeypatch.setattr(BatchFeed, "_receive", noted)
+    async with running(trainer, settings), anyio.create_task_group() as others:
+        others.start_soon(take_turns)
+        await until(is_read)
+        others.cancel_scope.cancel()
+
+    assert len(set(at_turns)) == 8
+
+
+async def test_many_outcomes_are_recorded_a_few_at_once(
+    open_role: OpenRole, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = await open_role(Role.TRAINER)
+    num_now, most, store_one = 0, 0, feed.store_outcome
+    monkeypatch.setattr(feed, "RECORDED_AT_ONCE", 3)
+
+    async def counted(bus: Bus, outcome: Outcome) -> None:
+        nonlocal num_now, most
+        num_now += 1
+        most = max(most, num_now)
+        await store_one(bus, outcome)
+        num_now -= 1
+
+    monkeypatch.setattr(feed, "store_outcome", counted)
+    async with running(trainer, settings) as station:
+        await station.feed.settle([f"0-{index}-0" for index in range(8)], OutcomeKind.STALE, reason="r", step=1)
+        recorded = await station.outcomes(8)
+
+    assert {one.group_id for one in recorded} == {f"0-{index}-0" for index in range(8)}
+    assert most == 3
 
 
 async def test_what_a_broker_that_ended_had_sent_and_nobody_received_is_delivered_again(

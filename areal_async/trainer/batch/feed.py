@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import structlog
 
 from areal_async.bus import Bus, Delivery, Message
@@ -39,6 +40,8 @@ from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.planner import BatchPlanner
 
 INBOX_BATCH = 512
+RECORDED_AT_ONCE = 64
+"""Outcomes that are on their way to the log; to begin with a thousand would hold the loop for a tenth of a second."""
 DECISION_POLL_S = 1.0
 """How soon deadlines are looked at when nothing has changed."""
 
@@ -139,6 +142,7 @@ class BatchFeed:
                 deliveries = await inbox.fetch(INBOX_BATCH, wait_s=2.0 if caught_up.is_set() else 0.5)
                 for delivery in deliveries:
                     await self._receive(delivery)
+                    await anyio.lowlevel.checkpoint()  # a full read would hold the loop for a tenth of a second
                 if len(deliveries) < INBOX_BATCH:
                     self.planner.is_caught_up = True
                     caught_up.set()  # a short read: the backlog is through
@@ -283,9 +287,10 @@ class BatchFeed:
                 await self.settle([group_id], OutcomeKind.FAILED, reason=reason, step=self.planner.step)
 
     async def _record(self, outcomes: Sequence[Outcome]) -> None:
-        async with anyio.create_task_group() as publishing:
-            for outcome in outcomes:
-                publishing.start_soon(store_outcome, self._bus, outcome)
+        for start in range(0, len(outcomes), RECORDED_AT_ONCE):
+            async with anyio.create_task_group() as publishing:
+                for outcome in outcomes[start : start + RECORDED_AT_ONCE]:
+                    publishing.start_soon(store_outcome, self._bus, outcome)
         self.planner.note_recorded(outcomes)
 
 

@@ -39,7 +39,7 @@ class TrainingLimits:
         self._settings = settings
         self._vocab_size = vocab_size
         self._vision = vision
-        self._tasks = {task.name for task in settings.tasks}
+        self._group_sizes = {task.name: settings.rollout_of(task.name).group_size for task in settings.tasks}
 
     def check_message(self, message: StoredMessage) -> None:
         """Hold headers against the run.
@@ -48,9 +48,9 @@ class TrainingLimits:
             WireError: its slots cannot be trained, whatever their tokens are.
         """
         what = f"trajectory message {message.sequence}"
-        if self._tasks and message.workflow not in self._tasks:
+        if self._group_sizes and message.workflow not in self._group_sizes:
             raise WireError(f"{what}: got the workflow {message.workflow}, which this run does not have")
-        group_size = self._settings.rollout_of(message.workflow).group_size
+        group_size = self._group_sizes.get(message.workflow, self._settings.rollout.group_size)
         if message.group_size != group_size:
             raise WireError(f"{what}: got a group of {message.group_size}, need {group_size} (group_size)")
         for slot in message.slots:

@@ -1,5 +1,6 @@
 """What goes over the wire comes back the same, and nothing else comes in."""
 
+import gc
 import zlib
 
 import msgspec
@@ -91,6 +92,14 @@ def test_slots_of_one_message_are_told_apart() -> None:
     stored = decode_headers(headers, sequence=1, num_bytes=len(payload))
 
     assert [decode_trajectory(payload, slot).sequences[0].num_tokens for slot in stored.slots] == [4, 6]
+
+
+def test_headers_of_many_slots_are_nothing_for_the_garbage_collector_to_look_at() -> None:
+    payload, headers = _message(_trajectory(), _trajectory(sibling=1))
+    message = decode_headers(headers, sequence=1, num_bytes=len(payload))
+
+    assert not gc.is_tracked(message)
+    assert not any(gc.is_tracked(slot) for slot in message.slots)
 
 
 def test_headers_are_ascii_without_line_breaks_whatever_the_reason_says() -> None:
