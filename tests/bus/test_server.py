@@ -427,6 +427,6 @@ async def test_the_broker_lets_go_of_what_it_caches_before_it_grows_unless_it_is
     async with running_broker(settings) as broker:
         words = (await anyio.Path(f"/proc/{broker.pid}/environ").read_bytes()).decode().split("\0")
 
-    in_flight_bytes = 2 * settings.rollout.max_groups_in_flight * MESSAGE_BYTES
+    in_flight_bytes = server.KEPT_TIMES * settings.rollout.max_groups_in_flight * MESSAGE_BYTES
     bound = given or str(server.MEMORY_BYTES + in_flight_bytes)
     assert [word for word in words if word.startswith("GOMEMLIMIT=")] == [f"GOMEMLIMIT={bound}"]
