@@ -1,7 +1,7 @@
 """What more nodes cost those who speak with all of them, and what a million trajectories leave behind.
 
     python -m tools.bench_scale                            # 1, 4, 16, 64 and 256 nodes, about twenty minutes
-    python -m tools.bench_scale --nodes 1 256 --rate 200
+    python -m tools.bench_scale --nodes 1 256 --rounds 5   # in turns, and the medians, where the machine's pace changes
     python -m tools.bench_scale --trajectories 1000000     # one run, as fast as it goes; then its restart
 
 The controller, the broker and rank 0 are those of a run, but for the model: rank 0 takes as long for a step as the rate
@@ -11,7 +11,7 @@ of nodes is, so what is more with more of them is theirs alone.
 
 The first form prints, for each number of nodes, the processor seconds that broker, controller and rank 0 take for
 1,000 trajectories, and the slowest tick of the two loops: the most processor time between two looks of 10 ms. Exits
-with 1 where one of them is more than 1.3 times that of one node.
+with 1 where one of them is more than 1.3 times that of the first number of nodes.
 
 The second prints memory, and what the run leaves on disk, every 100,000 trajectories, kills the controller and rank 0,
 and says how long each takes to start again and how many messages it reads. Exits with 1 where the memory after the last
@@ -22,6 +22,7 @@ import argparse
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -221,14 +222,26 @@ def print_table(rows: list[Row]) -> bool:
     return is_within
 
 
+def median(rows: list[Row]) -> Row:
+    """Return the medians of several rounds of one number of nodes."""
+    return Row(
+        num_nodes=rows[0].num_nodes,
+        rate=statistics.median(row.rate for row in rows),
+        cost_s={role: statistics.median(row.cost_s[role] for row in rows) for role in rows[0].cost_s},
+        tick_s={role: statistics.median(row.tick_s[role] for row in rows) for role in rows[0].tick_s},
+    )
+
+
 async def scale(arguments: argparse.Namespace) -> bool:
-    """Measure every number of nodes."""
-    rows = []
-    for num_nodes in arguments.nodes:
-        with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
-            rows.append(await measure(arguments, num_nodes, Path(folder)))
-        print_table(rows)
-    return print_table(rows)
+    """Measure every number of nodes, in turns."""
+    rows: dict[int, list[Row]] = {num_nodes: [] for num_nodes in arguments.nodes}
+    is_within = True
+    for _ in range(arguments.rounds):
+        for num_nodes, of_number in rows.items():
+            with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
+                of_number.append(await measure(arguments, num_nodes, Path(folder)))
+            is_within = print_table([median(row) for row in rows.values() if row])
+    return is_within
 
 
 async def stored_bytes(scene: Scene) -> dict[str, int]:
@@ -294,6 +307,7 @@ def main() -> None:
     parser.add_argument(
         "--rate", type=float, default=300.0, help="trajectories per second; 256 nodes hold it on two idle cores"
     )
+    parser.add_argument("--rounds", type=int, default=1, help="in which the numbers of nodes take turns; medians count")
     parser.add_argument("--steps", type=int, default=10, help="training steps that are measured")
     parser.add_argument("--batch", type=int, default=4096, help="trajectories of a step")
     parser.add_argument("--group-size", type=int, default=16)
