@@ -87,8 +87,9 @@ class Sweep:
 
         What the messages say must be recorded: a killed broker may deliver some of them again.
         """
-        self._hold(deliveries)
-        await self._sweep(has_room=True)
+        if new := list(deliveries):  # else what is held back is as far from the stream's first message as before
+            self._hold(new)
+            await self._sweep(has_room=True)
 
     async def flush(self) -> None:
         """Remove what is held back as well."""

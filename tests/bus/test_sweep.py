@@ -118,6 +118,32 @@ async def test_what_is_open_or_not_received_ends_the_purge_and_stays(open_role: 
         assert (sweep.num_messages, sweep.num_bytes) == (0, 0)
 
 
+async def test_while_nothing_more_is_settled_the_broker_is_asked_nothing_about_what_is_held_back(
+    open_role: OpenRole,
+) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    lineage = await begin(trainer)
+    num_looks = 0
+
+    async def is_newest() -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return await lineage.is_newest()
+
+    sweep = trainer.sweep(trainer.names.trajectories_stream, is_newest=is_newest)
+    await publish(node, MANY + 1)
+    async with receiving(trainer, lineage) as inbox:
+        still_open, *deliveries = await fetch_all(inbox, MANY + 1)
+        await sweep.settle(deliveries)
+        for _ in range(3):
+            await sweep.settle([])
+        assert (sweep.num_messages, num_looks) == (MANY, 1)
+
+        await sweep.settle([still_open])
+    assert (sweep.num_messages, num_looks) == (0, 2)
+    assert (await state(trainer, lineage))[0] == 0
+
+
 async def test_what_is_held_back_behind_an_open_message_is_acked_where_room_is_needed(
     open_role: OpenRole, acked: list[int]
 ) -> None:
