@@ -43,7 +43,7 @@ from tools.scale_nodes import WORKFLOW, Job, Line
 NODES_PER_PROCESS = 32
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 MOST = 1.3
-"""Of one node's cost."""
+"""Of the cost of the first number of nodes."""
 MOST_GROWTH = 1.05
 MOST_RESTART_S = 10.0
 EVERY = 100_000
@@ -317,6 +317,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other 100,000 after that")
     parser.add_argument("--directory", type=Path, default=None, help="where runs are made")
     arguments = parser.parse_args()
+    if arguments.rounds < 1 or len(set(arguments.nodes)) < len(arguments.nodes):
+        parser.error("need --rounds of 1 or more, and each number of --nodes once")
     arguments.tokens = arguments.tokens or (16 if arguments.trajectories else 4_000)
     arguments.answer_s = arguments.answer_s or (0.05 if arguments.trajectories else 1.0)
     work = many if arguments.trajectories else scale

@@ -194,4 +194,5 @@ ROLES = {"controller": run_controller, "trainer": run_trainer}
 
 if __name__ == "__main__":
     gc.freeze()  # what was imported, as a role does (``cli.roles``)
+    gc.collect()  # which forgets how many these were: a role imports while nothing is counted
     anyio.run(ROLES[sys.argv[1]], *read_job(sys.argv[2]), backend_options={"use_uvloop": True})

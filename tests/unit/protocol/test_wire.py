@@ -94,7 +94,7 @@ def test_slots_of_one_message_are_told_apart() -> None:
     assert [decode_trajectory(payload, slot).sequences[0].num_tokens for slot in stored.slots] == [4, 6]
 
 
-def test_headers_of_many_slots_are_nothing_for_the_garbage_collector_to_look_at() -> None:
+def test_the_garbage_collector_looks_at_no_slot_of_a_message() -> None:
     payload, headers = _message(_trajectory(), _trajectory(sibling=1))
     message = decode_headers(headers, sequence=1, num_bytes=len(payload))
 
