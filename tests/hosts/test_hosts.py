@@ -260,9 +260,11 @@ def test_ranks_on_two_hosts_have_the_gradients_of_ranks_on_one(hosts: SomeHosts,
         assert np.linalg.norm(values - two[name]) <= 1e-6 * np.linalg.norm(values), name
 
 
-def test_two_hosts_fine_tune_to_what_one_does(hosts: SomeHosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("verb", ["sft", "reward-model"])
+def test_two_hosts_learn_from_data_what_one_does(hosts: SomeHosts, tmp_path: Path, verb: str) -> None:
     def tuned(name: str, *words: str) -> dict[str, Any]:
-        command = [sys.executable, "-m", "areal_async", "sft", "--config", "configs/sft_tiny.yaml"]
+        config = f"configs/{verb.replace('-', '_')}_tiny.yaml"
+        command = [sys.executable, "-m", "areal_async", verb, "--config", config]
         chosen = [
             "--model.path",
             "configs/models/tiny",
