@@ -157,9 +157,12 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=5.0, help="seconds from one swap to the next")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of one phase")
     parser.add_argument("--rounds", type=int, default=2)
+    arguments = parser.parse_args()
+    if arguments.group_size < 1 or arguments.streams < 1 or arguments.streams % arguments.group_size:
+        parser.error(f"--streams: got {arguments.streams}, need a multiple of --group-size, {arguments.group_size}")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("error"))
     spare_pauses()
-    uvloop.run(measure(parser.parse_args()))
+    uvloop.run(measure(arguments))
 
 
 if __name__ == "__main__":
