@@ -56,10 +56,10 @@ RESTART_WINDOW_S = 60.0
 """More restarts than ``MAX_RESTARTS`` within this time end the run."""
 MAX_BACKOFF_S = 2.0
 MEMORY_BYTES = 40 << 20
-"""What the broker may take, beside what is in flight, before it collects garbage more often. It is no
-limit to what it holds: beyond it, at most half of its processor time goes there."""
+"""What the broker may take, beside what is in flight, before it collects garbage more often. It is no limit to what it
+holds: beyond it, at most half of its processor time goes there."""
 KEPT_TIMES = 3
-"""How often what is in flight: as it arrives, as it is stored, as it is read."""
+"""How many times it holds what is in flight at the most: as it arrives, as it is stored, as it is read."""
 
 log = structlog.get_logger()
 
@@ -96,8 +96,8 @@ def environment(settings: Settings) -> dict[str, str]:
 
     It keeps the newest block of each stream, of up to 8 MB, for as long as someone reads there, and lets go of these
     when it collects garbage. Without a bound it does so when its heap has doubled, which grows with every block. The
-    bound leaves room for ``KEPT_TIMES`` what is in flight: near it every few messages would make it look through the
-    whole heap.
+    bound leaves room for ``KEPT_TIMES`` times what is in flight: near it every few messages would make it look through
+    the whole heap.
     """
     in_flight_bytes = KEPT_TIMES * settings.rollout.max_groups_in_flight * MESSAGE_BYTES
     return {"GOMEMLIMIT": str(MEMORY_BYTES + in_flight_bytes), **os.environ}
