@@ -141,7 +141,8 @@ def free_port(wanted: int = 0, *, setting: str = "port", host: str = LOOPBACK) -
     """
     for port in [wanted] if wanted else _DRAWS.sample(PORTS, NUM_TRIES):
         with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if wanted:  # its server may have ended just now; one that is drawn is to be free of old connections as well
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
             except OSError:

@@ -130,6 +130,24 @@ def test_a_free_port_can_be_listened_on() -> None:
         server.bind((LOOPBACK, free_port()))
 
 
+def test_a_port_whose_last_connections_linger_is_not_drawn_but_can_be_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every server takes such a port; one that starts again on its own does."""
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((LOOPBACK, free_port()))
+        server.listen()
+        port = server.getsockname()[1]
+        with socket.create_connection((LOOPBACK, port)):
+            server.accept()[0].close()  # who closes first is the one that waits
+    monkeypatch.setattr(host, "PORTS", range(port, port + 1))
+    monkeypatch.setattr(host, "NUM_TRIES", 1)
+    monkeypatch.setattr(host, "_reserve", lambda port: True)
+
+    assert free_port(port) == port
+    with pytest.raises(UserError, match="got none of 1 ports"):
+        free_port()
+
+
 def test_two_processes_with_one_seed_draw_different_ports() -> None:
     drawn = []
     for _ in range(2):
