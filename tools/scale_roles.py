@@ -29,6 +29,7 @@ from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.payloads import RankShard, ShardFetcher
 from areal_async.trainer.batch.reader import JournalReader
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
+from areal_async.trainer.output.first_evaluation import FirstEvaluation
 from areal_async.trainer.output.publisher import WeightsPublisher
 from tools.scale_nodes import WORKFLOW, Job, Lines, read_job
 
@@ -161,6 +162,8 @@ class RankZero:
             thread=EngineThread(torch.device("cpu")),
             writing=BackgroundJob(loops),
             copying=BackgroundJob(loops),
+            holding=BackgroundJob(loops),
+            first_evaluation=FirstEvaluation(self._bus, ()),
             bus=self._bus,
             lineage=lineage,
             broadcaster=None,

@@ -16,6 +16,7 @@ from areal_async.protocol.subjects import (
     CHANGES,
     CHECKPOINT,
     CONTROL,
+    EVALUATIONS,
     HOSTS,
     JOURNAL,
     LAUNCHER,
@@ -76,7 +77,7 @@ def permissions(role: Role, names: Names) -> Permissions:
         case Role.CONTROLLER:
             publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.all_images, names.outcomes]
             publish += _keys(names, ACCOUNTS, ADMITTED, ARMS, CHANGES, CONTROL, HOSTS, ROLLBACK, RUN_STATE)
-            publish += _keys(names, f"{ARM_STATES}>", "eval.>", "fleet.>", f"{SERVERS}>")
+            publish += _keys(names, f"{ARM_STATES}>", f"{EVALUATIONS}>", "fleet.>", f"{SERVERS}>")
             publish.append(names.arm_tickets("*"))
             publish += _consume(names.eval_stream, names.eval_controller_consumer)
             publish += _consume(names.eval_stream, names.arm_controller_consumer)

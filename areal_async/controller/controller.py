@@ -277,7 +277,7 @@ class Controller:
             count, look_in_s = self._num_wanted(), math.inf
             is_first = not self.evaluation.is_first_done
             if is_first:
-                count = min(count, self._num_short_of_a_step)
+                count = min(count, self._num_short_of_a_second_step)
             if not count and not self._waits_for:
                 look_in_s = self._pacer.look_in_s
                 self._waits_for = "the first evaluation" if is_first else "the time when its groups are needed"
@@ -300,9 +300,9 @@ class Controller:
         return self._settings.rollout.admission == "eager"
 
     @property
-    def _num_short_of_a_step(self) -> int:
-        """How many more groups may be admitted before a step could be trained of them."""
-        return max(0, self._settings.rollout.batch_groups - 1 - self._accounts.num_in_flight)
+    def _num_short_of_a_second_step(self) -> int:
+        """How many more groups may be admitted before a second step could be trained of them."""
+        return max(0, 2 * self._settings.rollout.batch_groups - 1 - self._accounts.num_in_flight)
 
     def _num_wanted(self) -> int:
         """Return how many groups are to be admitted now, within credit."""

@@ -23,6 +23,7 @@ from areal_async.controller.tasks import Tasks
 from areal_async.protocol import wire
 from areal_async.protocol.evaluations import EvalRecord, EvalResult, EvalTicket
 from areal_async.protocol.events import EvaluationFinished
+from areal_async.protocol.subjects import EVALUATIONS
 from areal_async.protocol.types import Version
 from areal_async.telemetry import spans
 from areal_async.versions import evaluations
@@ -86,7 +87,7 @@ class Evaluator:
             counts: whether that of a version does: not where the run went back behind it since.
         """
         for name in self._rows.names:
-            record, _ = await self._bus.get(_key(step, name), EvalRecord)
+            record, _ = await self._bus.get(self._bus.names.evaluation_key(step, name), EvalRecord)
             if record is None or not counts(Version.parse(record.eval_id)):
                 return False
         return True
@@ -94,7 +95,7 @@ class Evaluator:
     async def made(self) -> dict[Version, list[EvalRecord]]:
         """Return every evaluation that is whole: one record per task, by the version held when it began."""
         found: dict[Version, dict[str, EvalRecord]] = {}
-        for record, _ in (await self._bus.entries("eval.", EvalRecord)).values():
+        for record, _ in (await self._bus.entries(EVALUATIONS, EvalRecord)).values():
             found.setdefault(Version.parse(record.eval_id), {})[record.workflow] = record
         names = self._rows.names
         return {
@@ -116,7 +117,7 @@ class Evaluator:
         """
         if before := (await self.made()).get(version):
             for record in before:
-                await self._bus.put(_key(due_step, record.workflow), record)
+                await self._bus.put(self._bus.names.evaluation_key(due_step, record.workflow), record)
             return before
         names = self._bus.names
         if self._images is not None:  # what an evaluation has left behind that was never whole
@@ -131,7 +132,7 @@ class Evaluator:
             with self._file.open("a") as file:  # before it counts as made: a repeated line does less harm than none
                 file.writelines(json.dumps(msgspec.structs.asdict(record)) + "\n" for record in records)
             for record in records:
-                await self._bus.put(_key(due_step, record.workflow), record)
+                await self._bus.put(self._bus.names.evaluation_key(due_step, record.workflow), record)
             await self._bus.settle(held)
         if self._images is not None:
             await self._images.remove_all()
@@ -258,10 +259,6 @@ class Evaluator:
         with spans.asked(ticket):
             await self._bus.publish_patiently(subject, ticket, msg_id=msg_id)
         self._num_unasked -= 1
-
-
-def _key(step: int, workflow: str) -> str:
-    return f"eval.{step}.{workflow}"
 
 
 def _record(version: Version, workflow: str, results: Collection[EvalResult], num_samples: int) -> EvalRecord:

@@ -1,7 +1,7 @@
 """Which version is evaluated when: each that is due, what an operator asks for, and the last one, which ends the run.
 
-The first evaluation is over before the first step, so that it speaks of version 0 alone: until then one group less is
-admitted than a step is trained of, which the servers generate where the evaluation leaves them idle.
+The first evaluation speaks of version 0 alone: the trainer announces the next one when it is over, and trains the first
+step meanwhile. Until then one group less is admitted than two steps are trained of, so that no second one waits for it.
 """
 
 import math

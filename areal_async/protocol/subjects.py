@@ -18,6 +18,8 @@ CARD = "card"
 CHANGES = "changes"
 CHECKPOINT = "checkpoint"
 CONTROL = "control"
+EVALUATIONS = "eval."
+"""Prefix of the keys of evaluations' records."""
 HOSTS = "hosts"
 JOURNAL = "journal"
 LAUNCHER = "launcher"
@@ -152,6 +154,10 @@ class Names:
     # keys
     def weights_key(self, policy: str = "actor") -> str:
         return f"weights.{_token(policy)}"
+
+    def evaluation_key(self, step: int, workflow: str) -> str:
+        """The record of one task's evaluation, by the step at which it was due."""
+        return f"{EVALUATIONS}{step}.{_token(workflow)}"
 
     def server_key(self, server_id: str) -> str:
         return f"{SERVERS}{_token(server_id)}"

@@ -76,6 +76,7 @@ class Trainer:
         """Finish the step that runs, checkpoint, and leave."""
         log.info("trainer.stop_requested", step=self.step)
         self._wants_stop = True
+        self.publisher.first_evaluation.give_up()
         if self.feed is not None:
             self.feed.stop()
 

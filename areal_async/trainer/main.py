@@ -34,6 +34,7 @@ from areal_async.trainer.loop import Trainer
 from areal_async.trainer.output.archive import MetricsFile
 from areal_async.trainer.output.broadcast import Broadcaster, address_towards
 from areal_async.trainer.output.checkpointer import Checkpointer
+from areal_async.trainer.output.first_evaluation import FirstEvaluation
 from areal_async.trainer.output.publisher import WeightsPublisher
 from areal_async.trainer.output.served import ServedWeights, sends_adapter
 from areal_async.trainer.output.version_writer import VersionWriter
@@ -122,6 +123,8 @@ async def _run_rank(
             thread=threads.engine,
             writing=BackgroundJob(loops),
             copying=BackgroundJob(loops),
+            holding=BackgroundJob(loops),
+            first_evaluation=FirstEvaluation.of_run(bus, settings),
             bus=bus,
             lineage=lineage,
             broadcaster=broadcaster,

@@ -382,13 +382,13 @@ async def test_what_another_controller_admitted_is_abandoned_too_and_that_one_mu
         await other.compare_and_set(ADMITTED, Admitted(total=6, num_fresh=6), revision)
 
 
-async def test_the_first_evaluation_comes_before_the_group_that_a_step_lacks(
+async def test_the_first_evaluation_comes_before_the_group_that_a_second_step_lacks(
     open_role: OpenRole, settings: Settings, world: World
 ) -> None:
     await world.hold("1-0")
     async with controlling(open_role, settings, held_out=ROWS[:3]) as controller:
         early = await world.tickets(1, controller, waits_for="the first evaluation")
-        assert len(early) == settings.rollout.batch_groups - 1
+        assert len(early) == 2 * settings.rollout.batch_groups - 1
         names, node = world.node.names, world.node
         async with node.consume(names.eval_stream, names.eval_nodes_consumer) as inbox:
             answered = 0

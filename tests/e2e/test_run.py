@@ -231,6 +231,7 @@ def assert_ran_well(run: Run) -> None:
     assert all(line["failed"] == 0 and 0.0 <= line["reward_mean"] <= 1.0 for line in run.lines), run.lines
     evaluated = [json.loads(line) for line in (run.directory / "eval.jsonl").read_text().splitlines()]
     assert [one["step"] for one in evaluated] == [0, len(run.lines)]
+    assert (evaluated[0]["oldest"], evaluated[0]["newest"]) == ("1-0", "1-0")
 
 
 def events(run: Run, process: str, name: str) -> list[dict[str, Any]]:

@@ -3,8 +3,8 @@
     disk         gather -> [beside the next step: write -> announce]
     adapter      the same, of the adapters alone, which servers merge into the base they started with
     distributed  announce with the group -> gather and broadcast -> [beside the next steps, now and then: write]
-                 a lineage's first version and a checkpoint's: gather -> [beside the next step: write -> announce with
-                 the group -> broadcast from the files]
+                 a lineage's first version, step 1's and a checkpoint's: gather -> [beside the next step: write ->
+                 announce with the group -> broadcast from the files]
 
 Who may load what: a server that serves or waits for weights takes part in a broadcast; one that started later, or
 missed it, takes the copy on disk, which is written for it; one that cannot read that gets a broadcast of its own.
@@ -37,6 +37,7 @@ from areal_async.telemetry import wait_graph
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
 from areal_async.trainer.output.broadcast import Broadcaster
+from areal_async.trainer.output.first_evaluation import FirstEvaluation
 from areal_async.trainer.output.version_writer import VersionWriter
 
 NUM_KEPT_WEIGHTS = 3
@@ -62,6 +63,9 @@ class WeightsPublisher:
     """Writes what is announced once it is on disk; the next version waits for it."""
     copying: BackgroundJob
     """Writes copies of what was announced before; nobody waits for it."""
+    holding: BackgroundJob
+    """Waits, of a version that may not be announced yet, until it may."""
+    first_evaluation: FirstEvaluation
     bus: Bus
     lineage: Lineage | None
     """Rank 0's alone."""
@@ -85,19 +89,25 @@ class WeightsPublisher:
         Args:
             is_kept: have them on disk before they are announced, as of a lineage's first version.
         """
+        await self.holding.finish()
+        is_held = self.first_evaluation.holds(version)
         async with self._publishing:
             await self.writing.finish()
-            group = None if is_kept or self._newest is None else await self._open_group(await self._servers())
+            is_kept = is_kept or is_held or self._newest is None
+            group = None if is_kept else await self._open_group(await self._servers())
             await self._let_go()
             if group is None:
                 self.versions.keep(version, await self.thread.run(self.versions.weights.gather))
-                if self.lineage is not None:
+                if self.lineage is not None and is_held:
+                    self.holding.start_now(partial(self._announce_after_evaluation, version))
+                elif self.lineage is not None:
                     await self.writing.start(self._write_and_announce)
             else:
                 await self._publish_to(group, version)
 
     async def finish(self) -> None:
         """Wait until what is announced on disk is there, and every copy that has been begun."""
+        await self.holding.finish()
         await self.writing.finish()
         await self.copying.finish()
 
@@ -141,6 +151,7 @@ class WeightsPublisher:
 
     async def announce_final(self) -> None:
         """Say that the newest version is the run's last."""
+        await self.holding.finish()
         async with self._publishing:  # what it is announced as now stays: it is broadcast to nobody again
             await self.finish()
             if self.lineage is None or self._newest is None:
@@ -152,6 +163,7 @@ class WeightsPublisher:
 
     async def close(self) -> None:
         """Finish, and end the writing of versions on every rank, which all call it. Nothing is repaired any more."""
+        await self.holding.finish()
         async with self._publishing:
             await self.finish()
             self._newest = None
@@ -244,6 +256,13 @@ class WeightsPublisher:
                 broadcaster.give_up(lost)
                 return
             await anyio.sleep(MEMBER_POLL_S)
+
+    async def _announce_after_evaluation(self, version: Version) -> None:
+        """Publish what is kept of a version; until then servers can be given the one before it."""
+        assert self._newest is not None
+        await self.first_evaluation.over(of=self._newest.version, before=version)
+        async with self._publishing:
+            await self.writing.start(self._write_and_announce)
 
     async def _write_and_announce(self) -> None:
         """Make a version the newest once it is on disk; servers that can, receive it then."""

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from areal_async.errors import PipelineError
 from areal_async.inference.faults import StagingFault
 from areal_async.inference.supervision.swap import Staging, check_files
 from areal_async.inference.weight_group import GLOO
+from areal_async.protocol.evaluations import EvalRecord
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.types import ADAPTER, DISK, UpdateGroup, Version, WeightsVersion
 from areal_async.protocol.wire import decode
@@ -29,6 +30,7 @@ from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
 from areal_async.trainer.output.broadcast import Broadcaster
+from areal_async.trainer.output.first_evaluation import FirstEvaluation
 from areal_async.trainer.output.publisher import WeightsPublisher
 from areal_async.trainer.output.served import ServedWeights, sends_adapter
 from areal_async.trainer.output.version_writer import VersionWriter
@@ -56,6 +58,7 @@ async def publishing(
     disk_every: int = 0,
     start_deadline_s: float = 60.0,
     sends_adapter: bool = False,
+    evaluated: Collection[str] = (),
 ) -> AsyncIterator[WeightsPublisher]:
     """Rank 0's publisher of a new lineage."""
     settings = InferenceSettings.model_validate(
@@ -77,6 +80,8 @@ async def publishing(
             thread=EngineThread(torch.device("cpu")),
             writing=BackgroundJob(tasks),
             copying=BackgroundJob(tasks),
+            holding=BackgroundJob(tasks),
+            first_evaluation=FirstEvaluation(bus, evaluated),
             bus=bus,
             lineage=lineage,
             broadcaster=broadcaster if weight_transfer == "distributed" else None,
@@ -516,3 +521,64 @@ async def test_adapters_travel_alone_where_the_servers_can_merge_them(given: dic
     settings = Settings.model_validate({"trainer": {"lora": lora}, "inference": inference})
 
     assert sends_adapter(settings) == is_sent
+
+
+@pytest.mark.parametrize("weight_transfer", ["disk", "distributed"])
+async def test_what_the_first_step_made_is_announced_when_what_was_there_before_is_evaluated(
+    weight_transfer: str, open_role: OpenRole, tmp_path: Path, engine: FsdpEngine
+) -> None:
+    bus, controller = await open_role(Role.TRAINER), await open_role(Role.CONTROLLER)
+    server = Server(await open_role(Role.NODE), "0-0")
+    await server.say()
+    record = EvalRecord(
+        eval_id="1-0", step=0, workflow="a", num_scored=1, num_failed=0, accuracy=1.0, oldest="1-0", newest="1-0"
+    )
+    async with (
+        publishing(bus, tmp_path, engine, weight_transfer=weight_transfer, evaluated=("a", "b")) as publisher,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(server.run)
+        await publisher.publish(Version(1, 0))
+        await publisher.finish()
+        await publisher.publish(Version(1, 1))  # nobody is held up: the step is over
+        assert publisher.writing.is_idle  # a server that lacks the newest version can be given it
+
+        await controller.put(bus.names.evaluation_key(0, "a"), record)
+        await anyio.sleep(0.3)
+        assert (await newest(bus)).version == "1-0"
+        await controller.put(bus.names.evaluation_key(0, "b"), record)
+        with anyio.fail_after(20):
+            await publisher.publish(Version(1, 2))
+            await publisher.finish()
+            await until(bus, lambda announced: announced.version == "1-2")
+        tasks.cancel_scope.cancel()
+
+    assert [one.version for one in server.seen][:2] == ["1-0", "1-1"]
+    server.receiver.leave()
+
+
+async def test_a_trainer_that_stops_waits_for_no_evaluation(
+    open_role: OpenRole, tmp_path: Path, engine: FsdpEngine
+) -> None:
+    bus = await open_role(Role.TRAINER)
+    async with publishing(bus, tmp_path, engine, evaluated=("a",)) as publisher:
+        await publisher.publish(Version(1, 0))
+        await publisher.publish(Version(1, 1))
+        publisher.first_evaluation.give_up()
+        with anyio.fail_after(20):
+            await publisher.finish()
+
+        assert (await newest(bus)).version == "1-1"
+
+
+async def test_a_run_that_went_on_later_waits_for_no_evaluation(
+    open_role: OpenRole, tmp_path: Path, engine: FsdpEngine
+) -> None:
+    bus = await open_role(Role.TRAINER)
+    async with publishing(bus, tmp_path, engine, evaluated=("a",)) as publisher:
+        with anyio.fail_after(20):
+            for step in (3, 4):
+                await publisher.publish(Version(1, step))
+            await publisher.finish()
+
+        assert (await newest(bus)).version == "1-4"
