@@ -108,6 +108,7 @@ class Trainer:
         self._state = f"waiting for servers to hold {version}"
         with self.runner.waiting(wait_graph.weights(str(version)), "all servers to hold"):
             await self.publisher.wait_until_held(version, should_stop=lambda: self._wants_stop)
+        await self.runner.prepare()
         await self._train()
         await self._checkpoint_now()
         if self.feed is not None:

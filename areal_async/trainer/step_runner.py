@@ -33,7 +33,7 @@ from areal_async.trainer.batch.step import AgreedBatch, Report, StepResult, Trai
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import is_of_peers
 from areal_async.trainer.engine.threads import BackgroundJob
-from areal_async.trainer.output.archive import write_archive
+from areal_async.trainer.output import archive
 from areal_async.trainer.output.archive_reader import find_archived
 from areal_async.trainer.shards import ShardTrainer
 from areal_async.versions.best import INTERVAL
@@ -131,6 +131,11 @@ class StepRunner:
         log.info("replay.from_archive", step=cut.step, num_found=len(archived), num_missing=len(missing))
         return replace(shard, missing=missing, images={**images, **shard.images})
 
+    async def prepare(self) -> None:
+        """Import beside a wait what would hold up the first steps."""
+        if self._dims.is_reporting_rank:
+            await self.archiving.start(lambda: anyio.to_thread.run_sync(archive.prepare))
+
     async def exchange(self, shard: RankShard, *, stop: bool) -> dict[SlotKey, str] | None:
         """Return what any rank misses of a cut, each slot with why; None where rank 0 wants to stop. A collective."""
         report = Report(missing=list(shard.missing.items()), stop=stop)
@@ -185,7 +190,7 @@ class StepRunner:
         self, trained: TrainedShard, batch: AgreedBatch, made: Version, images: Mapping[str, bytes]
     ) -> None:
         write = functools.partial(
-            write_archive,
+            archive.write_archive,
             self.directory / "trajectories",
             trained,
             made=made,

@@ -75,6 +75,11 @@ _SEEING_SCHEMA = _SCHEMA.append(pa.field("images", pa.list_(pa.list_(_IMAGE))))
 """Of a model that sees, whether or not it was shown anything: all files of a run have the same columns."""
 
 
+def prepare() -> None:
+    """Have pyarrow import what it does at its first table: all of pandas, for 0.3 s, where that is installed."""
+    pa.Table.from_pylist([], schema=_SCHEMA)
+
+
 def write_archive(
     directory: Path,
     shard: TrainedShard,

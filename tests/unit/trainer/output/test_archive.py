@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -41,6 +43,21 @@ def _write(directory: Path, step: int, *, lineage: int = 1, num_times: int = 1) 
 @pytest.mark.filterwarnings("ignore")  # datasets' own
 def _line(step: int, *, lineage: int = 1) -> dict[str, int | str]:
     return {"step": step, "weights_version": str(Version(lineage, step))}
+
+
+def test_nothing_is_imported_beside_the_first_steps() -> None:
+    """pyarrow imports pandas at its first table: 0.3 s in which the step's own thread stands still."""
+    code = (
+        "import sys, pyarrow\n"
+        "from areal_async.trainer.output import archive\n"
+        "archive.prepare()\n"
+        "known = set(sys.modules)\n"
+        "table = pyarrow.Table.from_pylist([{'step': 1, 'token_ids': [[7, 8]]}], schema=archive._SCHEMA)\n"
+        "print(len(table), sorted(set(sys.modules) - known))\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert said == "1 []\n"
 
 
 def test_the_archive_is_readable_as_a_data_set(tmp_path: Path) -> None:
