@@ -10,6 +10,11 @@ Every operation is retried through restarts of the broker until ``bus.operation_
 when the broker refuses, it raises ``BusError``.
 """
 
+from areal_async.process.lean_imports import without
+
+with without("aiohttp"):  # for websockets, which nobody speaks (``bus.url``): 0.15 s of each start, and 9 MB
+    import nats.aio.client  # noqa: F401
+
 from areal_async.bus.broker_config import credentials_for, credentials_path
 from areal_async.bus.connection import MOST_TIMES
 from areal_async.bus.inbox import Delivery, Inbox

@@ -54,3 +54,14 @@ def test_the_installed_command_is_the_door_and_names_itself(
         with pytest.raises(SystemExit):
             main([verb, "--help"])
         assert capsys.readouterr().out.startswith(f"usage: {named} {verb} [-h]")
+
+
+def test_the_client_of_the_broker_takes_no_websockets_along() -> None:
+    """They would be a fifth of what a verb takes to start; who wants their library can still have it."""
+    code = (
+        "import sys, areal_async.bus; print('nats.aio.client' in sys.modules, 'aiohttp' in sys.modules)\n"
+        "import aiohttp; print(aiohttp.ClientSession.__name__)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert said.split() == ["True", "False", "ClientSession"]
