@@ -131,7 +131,8 @@ class ServerProcess:
         await self.stop()
         self.port = free_port(setting="inference server")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log_file:
+        # Shielded: a process that nobody holds could not be ended.
+        with self.log_path.open("ab") as log_file, anyio.CancelScope(shield=True):
             self._log_start = log_file.tell()
             self._process = await anyio.open_process(
                 guarded(self.command.on_port(self.port)),

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import anyio
 import httpx
 import pytest
 from structlog.testing import capture_logs
@@ -250,6 +251,20 @@ async def test_started_server_answers_and_is_gone_after_stop(tmp_path: Path) -> 
         assert await api.weight_version(deadline_s=60) == "0-0"
         await process.stop()
         assert not await api.is_healthy(deadline_s=60)
+
+
+@pytest.mark.anyio
+async def test_a_server_that_is_given_up_while_its_process_is_made_is_ended_too(tmp_path: Path) -> None:
+    process = ServerProcess(fake_command(), log_path=tmp_path / "server.log")
+    async with make_client(max_connections=2) as http:
+        with anyio.CancelScope() as given_up:
+            given_up.cancel()
+            await process.start(ServerApi(http, ""), silence_s=100, bound_s=100)
+    pid = process._pid
+    await process.stop()
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 async def start_in_vain(command: ServerCommand, directory: Path) -> Exception:
