@@ -31,7 +31,7 @@ class FirstEvaluation:
         return cls(bus, [task.name for task, *_ in settings.held_out])
 
     def holds(self, version: Version) -> bool:
-        """Say whether a version may be announced only when it is over."""
+        """Say whether a version may be announced only when it is over; not where it is the first of its lineage."""
         return version.step == 1 and not self._is_over
 
     def give_up(self) -> None:
@@ -39,7 +39,7 @@ class FirstEvaluation:
         self._is_over = True
 
     async def over(self, *, of: str, before: Version) -> None:
-        """Wait until each task has its record of version ``of``, so that ``before`` may be announced."""
+        """Wait until each task has its record of version ``of``, so that ``before`` may be announced, or for a stop."""
         with wait_graph.on(wait_graph.evaluation(of), waiter=wait_graph.publication(str(before))):
             while not self._is_over:
                 made = await self._bus.keys(*self._keys)

@@ -90,10 +90,11 @@ class WeightsPublisher:
             is_kept: have them on disk before they are announced, as of a lineage's first version.
         """
         await self.holding.finish()
-        is_held = self.first_evaluation.holds(version)
         async with self._publishing:
             await self.writing.finish()
-            is_kept = is_kept or is_held or self._newest is None
+            is_first = self._newest is None
+            is_held = not is_first and self.first_evaluation.holds(version)
+            is_kept = is_kept or is_held or is_first
             group = None if is_kept else await self._open_group(await self._servers())
             await self._let_go()
             if group is None:
