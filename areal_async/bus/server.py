@@ -26,7 +26,7 @@ from areal_async.bus.permissions import Role
 from areal_async.config.settings import MESSAGE_BYTES, Settings
 from areal_async.errors import BusError, UserError
 from areal_async.process.atomic_folders import write_whole
-from areal_async.process.children import end_session
+from areal_async.process.children import end_session, open_child
 from areal_async.process.file_locks import sign, try_lock
 from areal_async.process.host import LOOPBACK, check_address, free_port
 from areal_async.process.parent_death import guarded
@@ -271,7 +271,7 @@ class EmbeddedBroker:
 
     async def _spawn(self) -> None:
         with os.fdopen(self._open_log(), "ab") as log_file:
-            self._process = await anyio.open_process(
+            self._process = await open_child(
                 guarded([str(self._binary), "-c", str(self._config_path)], by=signal.SIGTERM),
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,

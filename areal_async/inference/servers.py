@@ -19,7 +19,7 @@ from areal_async.errors import UserError
 from areal_async.inference.commands import ServerCommand
 from areal_async.inference.faults import RefusalFault, ServerFault
 from areal_async.inference.http import ServerApi
-from areal_async.process.children import end_session
+from areal_async.process.children import end_session, open_child
 from areal_async.process.host import free_port
 from areal_async.process.parent_death import guarded
 from areal_async.process.plain_text import escaped, read_tail
@@ -131,10 +131,9 @@ class ServerProcess:
         await self.stop()
         self.port = free_port(setting="inference server")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # Shielded: a process that nobody holds could not be ended.
-        with self.log_path.open("ab") as log_file, anyio.CancelScope(shield=True):
+        with self.log_path.open("ab") as log_file:
             self._log_start = log_file.tell()
-            self._process = await anyio.open_process(
+            self._process = await open_child(
                 guarded(self.command.on_port(self.port)),
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,

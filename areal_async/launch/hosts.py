@@ -14,7 +14,7 @@ from areal_async.config.launch import LaunchSettings
 from areal_async.errors import UserError
 from areal_async.launch.backend import LauncherWorks
 from areal_async.launch.remote import FAREWELL_S, AgentLostError, AgentsBackend
-from areal_async.process.children import signal_session
+from areal_async.process.children import open_child, signal_session
 from areal_async.process.host import address_towards
 from areal_async.process.interpreter import module_command
 from areal_async.process.parent_death import guarded
@@ -104,7 +104,7 @@ class HostsBackend(LauncherWorks, AgentsBackend):
         """
         command = [*self._launch.words_for(host), *module_command(AGENT)]
         try:
-            process = await anyio.open_process(
+            process = await open_child(
                 guarded(command, by=signal.SIGTERM), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip

@@ -15,7 +15,7 @@ import anyio.abc
 from areal_async.errors import PipelineError
 from areal_async.launch.backend import LauncherWorks, ProcessSpec
 from areal_async.process import stacks
-from areal_async.process.children import signal_session
+from areal_async.process.children import open_child, signal_session
 from areal_async.process.host import LOOPBACK
 from areal_async.process.parent_death import guarded
 from areal_async.process.plain_text import escaped, read_tail
@@ -76,7 +76,7 @@ async def start_child(spec: ProcessSpec, command: Sequence[str]) -> tuple[anyio.
     try:
         with _opened(spec.output) as output:
             start_bytes = output.tell() if output is not None else 0
-            process = await anyio.open_process(
+            process = await open_child(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

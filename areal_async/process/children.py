@@ -1,11 +1,24 @@
-"""Children that lead sessions of their own: signalled and ended with all that they started there."""
+"""Children, most of which lead sessions of their own: started, signalled and ended with all that they started there."""
 
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import anyio
 import anyio.abc
+
+
+async def open_child(command: Sequence[str], **options: Any) -> anyio.abc.Process:
+    """Start a child as ``anyio.open_process`` does, also while its starter is given up: nobody else could end it.
+
+    Raises:
+        OSError: its program cannot be run.
+    """
+    with anyio.CancelScope(shield=True):
+        child = await anyio.open_process(command, **options)
+    return child
 
 
 def signal_session(pid: int, number: signal.Signals) -> None:

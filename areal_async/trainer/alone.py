@@ -27,6 +27,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from areal_async.config.settings import Settings
 from areal_async.config.sources import load_settings
+from areal_async.process.children import open_child
 from areal_async.process.host import RENDEZVOUS
 from areal_async.process.interpreter import module_command
 from areal_async.process.parent_death import die_with_parent
@@ -121,7 +122,7 @@ class Alone:
 
     async def _start(self) -> anyio.abc.Process:
         environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-        process = self._process = await anyio.open_process(self._command, stderr=None, env=environment)
+        process = self._process = await open_child(self._command, stderr=None, env=environment)
         assert process.stdin is not None
         with suppress(*_ENDED):  # it has ended: the next question will show it
             await process.stdin.send(self._material + b"\n")
