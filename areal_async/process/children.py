@@ -18,7 +18,7 @@ async def open_child(command: Sequence[str], **options: Any) -> anyio.abc.Proces
     """
     with anyio.CancelScope(shield=True):
         child = await anyio.open_process(command, **options)
-    return child
+    return child  # noqa: RET504 -- a scope may swallow what is raised in it, for all that mypy knows
 
 
 def signal_session(pid: int, number: signal.Signals) -> None:
