@@ -79,7 +79,7 @@ PARTS = {
     "add up metrics": "areal_async.trainer.shards:ShardTrainer.metrics",
     "publish weights": "areal_async.trainer.loop:Trainer._publish_weights",
     "record": "areal_async.trainer.loop:Trainer._record",
-    "beside: write the archive": "areal_async.trainer.step_runner:write_archive",
+    "beside: write the archive": "areal_async.trainer.output.archive:write_archive",
     "beside: write the weights": "areal_async.trainer.output.served:ServedWeights.write",
     "beside: announce the weights": "areal_async.trainer.batch.lineage:Lineage.announce",
 }
