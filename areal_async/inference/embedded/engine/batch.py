@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from areal_async.inference.embedded.engine.compute.bands import Band
 from areal_async.inference.embedded.engine.sampling import Drawn, SamplingRows, sample, uniforms
 from areal_async.inference.embedded.engine.sequence import RunningSequence
 from areal_async.inference.embedded.engine.steering import LogitSteering
@@ -16,7 +17,14 @@ from areal_async.inference.embedded.engine.steering import LogitSteering
 class DecodeBatch:
     """Inputs and sampling parameters of N sequences, in the order of their slots."""
 
-    def __init__(self, sequences: Sequence[RunningSequence], vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, sequences: Sequence[RunningSequence], vocab_size: int, device: torch.device, bands: Sequence[Band] = ()
+    ) -> None:
+        """Take sequences as they are now.
+
+        Args:
+            bands: of their slots, with the longest of each, its last token included; not needed to sample alone.
+        """
         params = [sequence.params for sequence in sequences]
         last_ids = [(sequence.output_ids or sequence.prompt_ids)[-1] for sequence in sequences]
         lengths = [sequence.num_tokens for sequence in sequences]
@@ -26,8 +34,7 @@ class DecodeBatch:
         deltas = [0 if sequence.images is None else sequence.images.delta for sequence in sequences]
         self.deltas_N = self._column(deltas, skip=not any(deltas))
         """What a token's number lacks of its position, where a prompt shows images."""
-        self.longest = max(lengths)
-        """The longest sequence, its last token included."""
+        self.bands = bands
         self._indexes = np.array([len(sequence.output_ids) for sequence in sequences], dtype=np.uint64)
         self._seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
         self._is_all_greedy = all(p.is_greedy for p in params)
@@ -61,6 +68,6 @@ class DecodeBatch:
         self.ids_N = ids_N
         self.positions_N += 1
         self._indexes += np.uint64(1)
-        self.longest += 1
+        self.bands = [Band(band.end, band.num_positions + 1) for band in self.bands]
         if self._steering is not None:
             self._steering.advance(ids_N)

@@ -14,6 +14,7 @@ import torch
 
 from areal_async.errors import UserError
 from areal_async.inference.embedded.engine.adapters import is_adapter
+from areal_async.inference.embedded.engine.compute.bands import Band
 from areal_async.inference.embedded.engine.compute.cache import ForwardPlan, Segment, SlotCache
 from areal_async.inference.embedded.engine.compute.layers import PlainModel
 from areal_async.inference.embedded.engine.errors import WeightsError, in_one_sentence
@@ -116,19 +117,24 @@ class ModelRunner:
         return self._forward(ids_1T, plan.positions_T[None], plan, last)[0]
 
     def decode(
-        self, ids_N: torch.Tensor, positions_N: torch.Tensor, longest: int, deltas_N: torch.Tensor | None = None
+        self,
+        ids_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        bands: Sequence[Band],
+        deltas_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Feed one token to each of the first N slots; return the logits [N, V] after it.
 
         Args:
             positions_N: how many tokens each sequence has before this one: where it is in its slot.
-            longest: the highest position plus one, known on the host so that nothing waits for the device.
+            bands: their slots, each with its highest position plus one, known on the host so that nothing waits for
+                the device.
             deltas_N: what is added to ``positions_N`` where images stand before the token; None where none do.
         """
         plan = ForwardPlan(
             slots_T=torch.arange(len(ids_N), device=self.device),
             positions_T=positions_N,
-            attended_tokens=self.cache.attended_tokens(longest),
+            bands=[Band(band.end, self.cache.attended_tokens(band.num_positions)) for band in bands],
         )
         placed_N = positions_N if deltas_N is None else positions_N + deltas_N
         return self._forward(ids_N[:, None], placed_N[:, None], plan, None)[:, -1]

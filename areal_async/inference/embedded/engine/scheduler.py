@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from areal_async.inference.embedded.engine.batch import DecodeBatch
+from areal_async.inference.embedded.engine.compute.bands import Band, cut
 from areal_async.inference.embedded.engine.compute.held import LEAST_SHARED
 from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.runner import ModelRunner
@@ -68,7 +69,7 @@ class Scheduler:
         self._is_paused = False
         self.is_released = False
         """The cache's memory is given back; nobody runs until it is taken again."""
-        self._epoch = 0
+        self._epoch = self._num_arrived = 0
         self._emissions: list[Emission] = []
         self.weight_version = options.weight_version
         self.num_generated_tokens = 0
@@ -99,6 +100,8 @@ class Scheduler:
             sequence.finish_reason = {"type": "length", "length": 0}
             self._emit(sequence)
         else:
+            self._num_arrived += 1
+            sequence.arrival = self._num_arrived
             self._waiting.append(sequence)
 
     def take_emissions(self) -> list[Emission]:
@@ -123,7 +126,7 @@ class Scheduler:
                 self._keep(sequence)
                 sequence.slot = -1
                 sequence.num_retractions += 1
-            self._waiting.extendleft(reversed(self._running))
+            self._waiting.extendleft(sorted(self._running, key=lambda sequence: sequence.arrival, reverse=True))
             self._running, self._batch = [], None
 
     def resume(self) -> None:
@@ -274,10 +277,28 @@ class Scheduler:
     def _decode(self) -> None:
         batch = self._batch
         if batch is None:
-            batch = self._batch = self._batch_of(self._running)
-        drawn = batch.sample(self._runner.decode(batch.ids_N, batch.positions_N, batch.longest, batch.deltas_N))
+            bands = self._cut_bands()
+            batch = self._batch = DecodeBatch(self._running, self._runner.vocab_size, self._runner.device, bands)
+        drawn = batch.sample(self._runner.decode(batch.ids_N, batch.positions_N, batch.bands, batch.deltas_N))
         batch.advance(drawn.ids_N)
         self._take_tokens(self._running, drawn)
+
+    def _cut_bands(self) -> list[Band]:
+        """Return what attends together, after the slots are brought into its order."""
+        lengths = [sequence.num_tokens for sequence in self._running]
+        if self._runner.device.type != "cpu":  # there a launch costs more than what it would save of the reading
+            return [Band(len(lengths), max(lengths))]
+        bands, exchanges = cut(lengths)
+        for one, other in exchanges:
+            self._exchange(one, other)
+        return bands
+
+    def _exchange(self, one: int, other: int) -> None:
+        """Have two running sequences exchange their slots."""
+        running = self._running
+        self._runner.cache.exchange_slots(one, other, max(running[one].num_tokens, running[other].num_tokens))
+        running[one], running[other] = running[other], running[one]
+        running[one].slot, running[other].slot = one, other
 
     def _batch_of(self, sequences: list[RunningSequence]) -> DecodeBatch:
         return DecodeBatch(sequences, self._runner.vocab_size, self._runner.device)
@@ -307,11 +328,10 @@ class Scheduler:
                 cache.clear_slot(hole)
             else:
                 self._keep(sequence)
-            last = self._running.pop()
-            if last is not sequence:
-                cache.exchange_slots(last.slot, hole, max(last.num_tokens, sequence.num_tokens))
-                last.slot = hole
-                self._running[hole] = last
+            last = len(self._running) - 1
+            if hole != last:
+                self._exchange(hole, last)
+            self._running.pop()
             sequence.slot = -1
         self._batch = None
 

@@ -60,6 +60,8 @@ class RunningSequence:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    arrival: int = -1
+    """Its number by the order in which sequences came."""
     slot: int = -1
     """Position in the batch and in the cache; -1 while waiting."""
     prompt_epoch: int = -1

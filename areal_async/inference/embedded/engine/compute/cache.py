@@ -3,8 +3,8 @@
 Letters: S slots, L positions, H key-value heads, Q query heads, D head size, T tokens of this forward pass, N running
 sequences.
 
-Every running sequence owns one slot; sequence i of the batch sits in slot i, so a decoding step attends to a *view* of
-the first N slots and first L positions and nothing is copied when sequences join. When one leaves, the last slot moves
+Every running sequence owns one slot; sequence i of the batch sits in slot i, so a decoding step attends to *views* of
+the first slots and first L positions and nothing is copied when sequences join. When one leaves, the last slot moves
 into the hole (one copy of one sequence).
 
 Invariant: positions at or past a sequence's length hold finite numbers (zeros or leftovers), so a masked position
@@ -12,8 +12,9 @@ contributes exactly nothing.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from areal_async.errors import UserError
+from areal_async.inference.embedded.engine.compute.bands import Band
 from areal_async.inference.embedded.engine.compute.held import HeldTokens
 
 _POSITION_BLOCK = 16
@@ -48,9 +50,9 @@ class ForwardPlan:
     """Position of every token in its slot."""
     segments: list[Segment] | None = None
     """Prefill: the packed prompts. None for a decoding step, of one token for each of the first slots."""
-    attended_tokens: int = 0
-    """Decoding: L, the length of the view."""
-    _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    bands: Sequence[Band] = ()
+    """Decoding: the views, of L positions each."""
+    _masks: dict[tuple[int | None, torch.dtype], list[torch.Tensor]] = field(default_factory=dict)
     _rows: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -72,18 +74,30 @@ class ForwardPlan:
             self._rows[num_heads, slot_tokens] = rows
         return rows
 
-    def decode_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return the additive mask [N, 1, 1, L] of a decoding step, built once per pass and kind of layer."""
-        mask = self._masks.get((window, dtype))
-        if mask is None:
-            columns_L = torch.arange(self.attended_tokens, device=self.positions_T.device)
-            is_hidden_NL = columns_L > self.positions_T[:, None]
-            if window is not None:
-                is_hidden_NL |= columns_L <= self.positions_T[:, None] - window
-            mask = torch.zeros(is_hidden_NL.shape, dtype=dtype, device=is_hidden_NL.device)
-            mask = mask.masked_fill_(is_hidden_NL, float("-inf"))[:, None, None, :]
-            self._masks[window, dtype] = mask
-        return mask
+    @property
+    def slots(self) -> list[slice]:
+        """Slots of each band."""
+        return [slice(*ends) for ends in pairwise([0, *(band.end for band in self.bands)])]
+
+    def decode_masks(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return each band's additive mask [n, 1, 1, L], built once per pass and kind of layer."""
+        masks = self._masks.get((window, dtype))
+        if masks is None:
+            masks = [
+                _decode_mask(self.positions_T[slots], band.num_positions, window, dtype)
+                for slots, band in zip(self.slots, self.bands, strict=True)
+            ]
+            self._masks[window, dtype] = masks
+        return masks
+
+
+def _decode_mask(positions_N: torch.Tensor, num_seen: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    columns_L = torch.arange(num_seen, device=positions_N.device)
+    is_hidden_NL = columns_L > positions_N[:, None]
+    if window is not None:
+        is_hidden_NL |= columns_L <= positions_N[:, None] - window
+    mask = torch.zeros(is_hidden_NL.shape, dtype=dtype, device=is_hidden_NL.device)
+    return mask.masked_fill_(is_hidden_NL, float("-inf"))[:, None, None, :]
 
 
 class SlotLayer:
@@ -121,8 +135,7 @@ class SlotLayer:
             cached.view(-1, head_dim).index_copy_(0, rows, new.transpose(1, 2).reshape(-1, head_dim))
         keys, values = self.store
         if plan.segments is None:
-            view = (slice(0, key_states.shape[0]), slice(None), slice(0, plan.attended_tokens))
-            return keys[view], values[view]
+            return keys[: key_states.shape[0]], values[: key_states.shape[0]]
         if not plan.extends:
             return key_states, value_states
         views = [(s.slot, slice(None), slice(0, s.cached + s.end - s.start)) for s in plan.segments]
@@ -173,7 +186,10 @@ class SlotCache:
     def exchange_slots(self, one: int, other: int, num_tokens: int) -> None:
         """Exchange the first ``num_tokens`` positions of two slots; neither holds more."""
         for tensor in self._tensors():
-            tensor[[one, other], :, :num_tokens] = tensor[[other, one], :, :num_tokens]
+            first, second = tensor[one, :, :num_tokens], tensor[other, :, :num_tokens]
+            kept = first.clone()
+            first.copy_(second)
+            second.copy_(kept)
         self.held.exchange(one, other)
 
     def attended_tokens(self, longest: int) -> int:
@@ -225,8 +241,18 @@ def attend(
     num_rows, num_heads, _, head_dim = query.shape
     num_kv_heads = key.shape[1]
     grouped = query.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    mask = slot_plan.decode_mask(sliding_window, query.dtype)
-    output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    masks = slot_plan.decode_masks(sliding_window, query.dtype)
+    outputs = [
+        F.scaled_dot_product_attention(
+            grouped[slots],
+            key[slots, :, : band.num_positions],
+            value[slots, :, : band.num_positions],
+            attn_mask=mask,
+            scale=scaling,
+        )
+        for slots, band, mask in zip(slot_plan.slots, slot_plan.bands, masks, strict=True)
+    ]
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output.reshape(num_rows, 1, num_heads, value.shape[-1]), None
 
 
