@@ -12,7 +12,7 @@ Everything here is synchronous and belongs to the model thread.
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -277,8 +277,7 @@ class Scheduler:
     def _decode(self) -> None:
         batch = self._batch
         if batch is None:
-            bands = self._cut_bands()
-            batch = self._batch = DecodeBatch(self._running, self._runner.vocab_size, self._runner.device, bands)
+            batch = self._batch = self._batch_of(self._running, self._cut_bands())
         drawn = batch.sample(self._runner.decode(batch.ids_N, batch.positions_N, batch.bands, batch.deltas_N))
         batch.advance(drawn.ids_N)
         self._take_tokens(self._running, drawn)
@@ -300,8 +299,8 @@ class Scheduler:
         running[one], running[other] = running[other], running[one]
         running[one].slot, running[other].slot = one, other
 
-    def _batch_of(self, sequences: list[RunningSequence]) -> DecodeBatch:
-        return DecodeBatch(sequences, self._runner.vocab_size, self._runner.device)
+    def _batch_of(self, sequences: list[RunningSequence], bands: Sequence[Band] = ()) -> DecodeBatch:
+        return DecodeBatch(sequences, self._runner.vocab_size, self._runner.device, bands)
 
     def _take_tokens(self, sequences: list[RunningSequence], drawn: Drawn) -> None:
         self.num_generated_tokens += len(sequences)

@@ -4,8 +4,8 @@ Letters: S slots, L positions, H key-value heads, Q query heads, D head size, T 
 sequences.
 
 Every running sequence owns one slot; sequence i of the batch sits in slot i, so a decoding step attends to *views* of
-the first slots and first L positions and nothing is copied when sequences join. When one leaves, the last slot moves
-into the hole (one copy of one sequence).
+neighbouring slots and first L positions (``bands.py``) and nothing is copied when sequences join. When one leaves, it
+and the last slot are exchanged; so are slots whose sequence belongs to another view.
 
 Invariant: positions at or past a sequence's length hold finite numbers (zeros or leftovers), so a masked position
 contributes exactly nothing.
