@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -48,18 +47,15 @@ def kill(broker: EmbeddedBroker) -> None:
     os.kill(broker.pid, signal.SIGKILL)
 
 
-def freeze(broker: EmbeddedBroker) -> None:
-    """Stop the broker's process; on a busy machine its threads run on for a while after the signal was sent."""
-    os.kill(broker.pid, signal.SIGSTOP)
-    while any(
-        stat.read_text().rpartition(")")[2].split()[0] != "T"
-        for stat in Path(f"/proc/{broker.pid}/task").glob("*/stat")
-    ):
-        time.sleep(0.001)
-
-
 PATIENCE_S = 60.0
 """Longer than anything takes that happens at all, also on a machine that does much else."""
+
+
+async def freeze(broker: EmbeddedBroker) -> None:
+    """Stop the broker's process; on a busy machine its threads run on for a while after the signal was sent."""
+    os.kill(broker.pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{broker.pid}/task")
+    await until(lambda: all(one.read_text().rpartition(") ")[2][0] == "T" for one in threads.glob("*/stat")))
 
 
 async def fetch_all(inbox: Inbox, count: int) -> list[Delivery]:

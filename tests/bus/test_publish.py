@@ -120,7 +120,7 @@ async def test_a_request_in_flight_is_repeated_as_soon_as_the_connection_is_lost
 ) -> None:
     monkeypatch.setattr("areal_async.bus.api.TRY_DEADLINE_S", 1000.0)
     bus = await open_role(Role.CONTROLLER)
-    freeze(broker)
+    await freeze(broker)
 
     async with anyio.create_task_group() as publisher:
         publisher.start_soon(bus.publish, bus.names.outcomes, b"x")
@@ -133,7 +133,7 @@ async def test_a_request_in_flight_is_repeated_as_soon_as_the_connection_is_lost
 async def test_without_a_broker_an_operation_ends_at_its_deadline(broker: EmbeddedBroker, open_role: OpenRole) -> None:
     bus = await open_role(Role.CONTROLLER)
     bus.api.operation_deadline_s = 0.5
-    freeze(broker)
+    await freeze(broker)
 
     with anyio.fail_after(PATIENCE_S), pytest.raises(BusError, match=r"no success within 0.5 s"):
         await bus.publish(bus.names.outcomes, b"x")
