@@ -136,9 +136,10 @@ class Gate:
         await self._bus.publish_event(event)
 
     async def _read_told(self) -> set[tuple[str, str]]:
-        """Return which events of its own the run has."""
+        """Return which events of its own the run has: people tag versions too, and other alarms are raised."""
         told: set[tuple[str, str]] = set()
-        for kind, key in ((VersionTagged, "version"), (AlarmRaised, "weights_version")):
+        tag_moved = {"tag": self.settings.gate.against, "by": GATE}
+        for kind, key, own in ((VersionTagged, "version", tag_moved), (AlarmRaised, "weights_version", {"name": GATE})):
             subject = self._bus.names.event(str(kind.__struct_config__.tag), self._bus.role)
             try:
                 messages = await self._bus.read_log(self._bus.names.events_stream, subject)
@@ -146,5 +147,5 @@ class Gate:
                 log.warning("gate.events_not_read", cause=str(exc))
                 continue
             events = (decode_object(message.data) or {} for message in messages)
-            told |= {(kind.__name__, str(event.get(key))) for event in events if event.get("name", GATE) == GATE}
+            told |= {(kind.__name__, str(event.get(key))) for event in events if own.items() <= event.items()}
         return told

@@ -9,6 +9,7 @@ from areal_async.bus import Bus, Role
 from areal_async.config.settings import Settings
 from areal_async.controller import gate as controller_gate
 from areal_async.controller.gate import Gate
+from areal_async.controller.tag_orders import tell
 from areal_async.monitor.snapshot import read_events
 from areal_async.process.atomic_folders import LEDGER
 from areal_async.protocol.types import Version
@@ -29,7 +30,7 @@ class World:
     """A run's directory, its broker, and a controller's gate."""
 
     def __init__(self, controller: Bus, operator: Bus, settings: Settings) -> None:
-        self._controller = controller
+        self.controller = controller
         self._operator = operator
         self.given = settings
 
@@ -41,7 +42,7 @@ class World:
             "gate": {"action": "promote", **gate},
         }
         whole["trainer"]["checkpoint_every_steps"] = 10
-        return Gate(self._controller, Settings.model_validate(whole))
+        return Gate(self.controller, Settings.model_validate(whole))
 
     def has(self, version: str, rewards: Sequence[float] | None = None, *, is_whole: bool = True) -> Version:
         """Leave a checkpoint, and the evaluation of it."""
@@ -172,6 +173,28 @@ async def test_a_controller_that_dies_at_any_point_is_followed_by_one_that_promo
 
     assert world.champions == ["1-10", "1-20"]
     assert await world.told(2) == [("version.tagged", "1-10"), ("version.tagged", "1-20")]
+
+
+async def test_a_promotion_is_told_after_a_crash_though_a_person_has_tagged_that_version_since(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(reached: str) -> None:
+        if reached == "controller.after_tag":
+            raise Killed
+
+    monkeypatch.setattr(controller_gate, "failpoint", die)
+    version = world.has("1-10", RIGHT)
+    with pytest.raises(Killed):
+        await world.gate().judge(version)
+    await tell(world.controller, Tag(tag="first", version="1-10", by="ada"))
+    await tell(world.controller, Tag(tag="champion", version="1-10", by="ada"))
+    await world.told(2)
+    for _ in range(2):
+        await world.gate().resume([version])
+        await world.told(3)
+
+    assert world.champions == ["1-10"]
+    assert await world.told(3) == [("version.tagged", "1-10")] * 3
 
 
 async def test_what_a_person_has_moved_stays_over_a_restart(world: World) -> None:
