@@ -29,8 +29,9 @@ QUANTILE = 0.9
 """Of the durations: so long before a step begins its groups are admitted."""
 LEAST_CHANCE = 0.5
 """That a group would be whole in time: with less it is too late to admit one for a step."""
-NUM_BATCHES = 4
-"""Whose groups' durations are remembered: after a jump the quantile follows within one batch."""
+NUM_BATCHES = 2
+"""Whose groups' durations are remembered: where all credit was spent they are those of a crowd, and are to be forgotten
+soon, for what is predicted from them admits a crowd again."""
 NUM_STEPS = 8
 MIN_STEPS = 2
 MIN_LOOK_S, MAX_LOOK_S = 0.01, 1.0

@@ -1,5 +1,6 @@
 """Groups are admitted as late as the trainer need not wait for them, and never held back where it might."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -85,6 +86,29 @@ class Scene:
                 self.now += 0.25
 
 
+@dataclass
+class SharedScene(Scene):
+    """One whose servers compute a batch in ``duration_s``, and share their time among all that is in flight."""
+
+    left: dict[str, float] = field(default_factory=dict)
+    """Share of each group in flight that is to be computed still."""
+    worked_until_s: float = 0.0
+
+    def admit(self) -> int:
+        took_s, self.worked_until_s = self.now - self.worked_until_s, self.now
+        share = took_s / self.duration_s * min(1.0, BATCH / max(1, len(self.left)))
+        for group in list(self.left):
+            self.left[group] -= share
+            if self.left[group] < 1e-9:
+                del self.left[group]
+                self.ready_at[group] = self.now
+        before = self.num_admitted
+        count = super().admit()
+        for group in (f"0-{number}-0" for number in range(before, self.num_admitted)):
+            self.left[group], self.ready_at[group] = 1.0, math.inf
+        return count
+
+
 def test_before_anything_is_observed_all_credit_is_spent() -> None:
     assert Scene().admit() == (MAX_STALENESS + 1) * BATCH
 
@@ -112,6 +136,15 @@ def test_a_jump_of_the_durations_costs_waiting_once() -> None:
 
     assert 0.0 < jump_s <= MAX_STALENESS * scene.step_s
     assert scene.waited_s == jump_s, "once"
+
+
+def test_the_crowd_of_the_start_is_forgotten_with_two_batches() -> None:
+    scene = SharedScene(duration_s=9.0)
+
+    scene.run(20)
+
+    assert set(scene.ages[: 4 * BATCH]) == {0, 1, 2, 3}, "all credit is spent before anything is observed"
+    assert set(scene.ages[8 * BATCH :]) == {1}
 
 
 def test_where_generation_is_the_limit_all_credit_is_spent() -> None:
