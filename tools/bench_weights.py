@@ -28,7 +28,7 @@ from torch import Tensor
 
 from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.inference.embedded.engine.weights import stage_weights
-from areal_async.inference.supervision.swap import check_files
+from areal_async.inference.supervision.deltas import check_files
 from areal_async.inference.weight_group import GLOO, WeightGroup, WeightGroupError, empty_bucket
 from areal_async.process.host import LOOPBACK
 from areal_async.protocol.types import Version, WeightsVersion

@@ -13,7 +13,7 @@ from areal_async.cli.starting.checks import check_interpreter, check_served, che
 from areal_async.config.settings import Settings
 from areal_async.config.sources import load_settings
 from areal_async.errors import UserError
-from areal_async.inference.call_parser import check_tool_call_parser
+from areal_async.inference.commands import check_tool_call_parser
 from areal_async.launch.run_directory import find_run
 from areal_async.process.stdio import say
 from areal_async.serving.folders import OneModel, RunVersions, Versions
@@ -165,5 +165,5 @@ def _check(settings: Settings) -> None:
     check_served(settings)
     check_template(settings)
     check_interpreter(settings.inference.python)
-    check_tool_call_parser(settings)
+    check_tool_call_parser(settings.inference)
     check_installed(settings.metrics)

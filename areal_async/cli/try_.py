@@ -26,7 +26,7 @@ from areal_async.config.paths import is_same_function
 from areal_async.config.settings import DatasetSettings, Settings, TaskSettings
 from areal_async.data.rows import RowPrompts, load_rows
 from areal_async.errors import UserError
-from areal_async.inference.call_parser import check_tool_call_parser
+from areal_async.inference.commands import check_tool_call_parser
 from areal_async.monitor.trial_output import JsonOutput, Output, TerminalOutput
 from areal_async.process.host import visible_gpus
 from areal_async.protocol.types import Prompt, SlotStatus
@@ -102,7 +102,7 @@ def check(settings: Settings, task: TaskSettings, *, has_row: bool, has_server: 
     check_template(settings)
     if not has_server:
         check_interpreter(settings.inference.python)
-        check_tool_call_parser(settings)
+        check_tool_call_parser(settings.inference)
 
 
 def read_row(text: str) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Section(BaseModel):
     Those are floats that are not finite, and whole numbers beyond 64 bits, whatever else a field asks for.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*")
     @classmethod

@@ -4,7 +4,12 @@ Read from the settings' own types, so that no list of names can disagree with th
 section, key and, in a list of sections, index.
 """
 
+import ast
 import difflib
+import functools
+import inspect
+import itertools
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
@@ -35,8 +40,25 @@ def describe(kind: type[BaseModel]) -> list[SettingInfo]:
     for parts, owner in leaves(kind):
         field = owner.model_fields[parts[-1]]
         default = "required" if field.is_required() else text_of(field.default)
-        described.append(SettingInfo(".".join(parts), default, " ".join((field.description or "").split())))
+        described.append(SettingInfo(".".join(parts), default, _sentences(owner).get(parts[-1], "")))
     return described
+
+
+@functools.cache
+def _sentences(kind: type[BaseModel]) -> dict[str, str]:
+    """Return what stands below each field of a section, in the sources of its class and of those that it is made from.
+
+    Read when asked for: pydantic's ``use_attribute_docstrings`` reads all of them at each start.
+    """
+    said: dict[str, str] = {}
+    for one in reversed(kind.__mro__[: kind.__mro__.index(BaseModel)]):
+        [definition] = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, below in itertools.pairwise(definition.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    said[name] = " ".join(text.split())
+    return said
 
 
 def annotation_at(kind: Any, parts: Sequence[str]) -> Any:

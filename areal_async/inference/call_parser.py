@@ -11,9 +11,7 @@ import httpx
 import msgspec
 import structlog
 
-from areal_async.config.settings import Settings
-from areal_async.errors import GenerationError, UserError
-from areal_async.inference.commands import choose_backend
+from areal_async.errors import GenerationError
 from areal_async.inference.faults import RefusalFault, ServerFault
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import ServerHandle, ServerPool
@@ -81,17 +79,3 @@ class EngineCallParser:
         server = await self._pool.choose()
         self._pool.release(server)
         return server
-
-
-def check_tool_call_parser(settings: Settings) -> None:
-    """Make sure that the servers have the parser that is asked for.
-
-    Raises:
-        UserError: the embedded engine has none.
-    """
-    name = settings.inference.tool_call_parser
-    if name is not None and choose_backend(settings.inference) == "embedded":
-        raise UserError(
-            f"inference.tool_call_parser: got {name}, but the embedded engine has no parsers; leave it out, or take "
-            "inference.backend=sglang"
-        )

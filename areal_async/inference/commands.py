@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Literal
 
 from areal_async.config.settings import InferenceSettings, Settings
+from areal_async.errors import UserError
 from areal_async.inference.admin_key import VARIABLE
 from areal_async.inference.card_share import CardShare
 from areal_async.process.freed_memory import one_heap
@@ -156,6 +157,20 @@ def choose_backend(inference: InferenceSettings) -> Literal["sglang", "embedded"
         return "sglang"
     has_sglang = importlib.util.find_spec("sglang") is not None
     return "sglang" if has_sglang and visible_gpus() else "embedded"
+
+
+def check_tool_call_parser(inference: InferenceSettings) -> None:
+    """Make sure that the servers have the parser that is asked for.
+
+    Raises:
+        UserError: the embedded engine has none.
+    """
+    name = inference.tool_call_parser
+    if name is not None and choose_backend(inference) == "embedded":
+        raise UserError(
+            f"inference.tool_call_parser: got {name}, but the embedded engine has no parsers; leave it out, or take "
+            "inference.backend=sglang"
+        )
 
 
 def nccl_environment(inference: InferenceSettings) -> dict[str, str]:

@@ -65,3 +65,22 @@ def test_the_client_of_the_broker_takes_no_websockets_along() -> None:
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
     assert said.split() == ["True", "False", "ClientSession"]
+
+
+@pytest.mark.parametrize("module", ["cli.run", "controller.main", "trainer.main"])
+def test_a_process_that_asks_and_serves_nothing_over_http_imports_no_library_for_it(module: str) -> None:
+    """A fifth of what the launcher takes to start, and nothing starts before it has."""
+    code = f"import sys, areal_async.{module}; print({{'aiohttp', 'httpx', 'uvicorn'}} & sys.modules.keys())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert said.strip() == "set()"
+
+
+def test_a_process_of_a_run_imports_nothing_to_draw_with() -> None:
+    code = (
+        "import sys; from areal_async.cli.main import main; main(['controller', '--run-directory', 'missing'])\n"
+        "print('structlog' in sys.modules, 'rich' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert said.split() == ["True", "False"]

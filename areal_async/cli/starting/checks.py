@@ -14,7 +14,7 @@ from areal_async.data.made_rows import FUNCTION
 from areal_async.environments.environment import make_environment
 from areal_async.environments.names import environment_name, spellings
 from areal_async.errors import UserError
-from areal_async.inference.call_parser import check_tool_call_parser
+from areal_async.inference.commands import check_tool_call_parser
 from areal_async.process.hub import fetch, is_local
 from areal_async.rollout.user_code.workflows import NUM_GIVEN, check_all_taken, check_needed
 from areal_async.telemetry.exporters.prometheus import check_listening
@@ -40,7 +40,7 @@ def check_node(settings: Settings, *, asks_hub: bool = True) -> None:
     check_policies((task.workflow for task in settings.tasks), settings.policies)
     check_served(settings, asks_hub=asks_hub)
     check_interpreter(settings.inference.python)
-    check_tool_call_parser(settings)
+    check_tool_call_parser(settings.inference)
     check_installed(settings.metrics)
     check_listening(settings.metrics)
 

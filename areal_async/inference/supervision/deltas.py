@@ -180,6 +180,23 @@ class HostCopies:
         return delta.stat().st_size
 
 
+def check_files(target: WeightsVersion) -> None:
+    """Hold the files of a version against their announced hashes.
+
+    Raises:
+        StagingFault: a file is missing or differs.
+    """
+    for name, expected in target.sha256.items():
+        path = Path(target.path, name)
+        try:
+            with open(path, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as exc:
+            raise StagingFault(f"weights {target.version}: {exc}") from exc
+        if found != expected:
+            raise StagingFault(f"weights {target.version}: {path} has hash {found}, need {expected}")
+
+
 def _copy(source: Path, into: Path, sha256: str, version: str) -> int:
     digest, num_bytes = hashlib.sha256(), 0
     with source.open("rb") as before, into.open("wb") as after:

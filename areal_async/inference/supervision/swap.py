@@ -7,13 +7,11 @@ run half of each version and must not generate another token until it is restore
 files are read and checked, and the group is met, before it begins.
 """
 
-import hashlib
 import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import anyio
@@ -21,9 +19,9 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
+from areal_async.inference.faults import RefusalFault, ServerFault
 from areal_async.inference.http import ServerApi
-from areal_async.inference.supervision.deltas import HostCopies
+from areal_async.inference.supervision.deltas import HostCopies, check_files
 from areal_async.process.failpoints import failpoint
 from areal_async.protocol.types import DISK, WeightsVersion
 
@@ -84,23 +82,6 @@ class Staging:
                 log.warning("weights.not_copied", version=target.version, cause=str(exc))
         check_files(target)
         return target.path
-
-
-def check_files(target: WeightsVersion) -> None:
-    """Hold the files of a version against their announced hashes.
-
-    Raises:
-        StagingFault: a file is missing or differs.
-    """
-    for name, expected in target.sha256.items():
-        path = Path(target.path, name)
-        try:
-            with open(path, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as exc:
-            raise StagingFault(f"weights {target.version}: {exc}") from exc
-        if found != expected:
-            raise StagingFault(f"weights {target.version}: {path} has hash {found}, need {expected}")
 
 
 async def check_version(api: ServerApi, target: WeightsVersion) -> None:

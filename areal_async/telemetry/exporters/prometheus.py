@@ -25,7 +25,6 @@ from areal_async.config.metrics import MetricsSettings
 from areal_async.config.settings import Settings
 from areal_async.errors import UserError, WireError
 from areal_async.process.atomic_folders import write_whole
-from areal_async.process.http_server import serve_app
 from areal_async.protocol.wire import decode_json
 from areal_async.telemetry.exporters.samples import COUNTER, GAUGE, MetricSample, kind_of, samples
 
@@ -51,6 +50,8 @@ async def exporting(
     if not settings.metrics.prometheus:
         yield
         return
+    from areal_async.process.http_server import serve_app  # here: most processes serve nothing
+
     listening = _listen(settings.metrics.prometheus_host)
     server, serving = serve_app(metrics_app(run_directory, role=role, report=report), listening)
     target = f"{_host(settings.metrics.prometheus_host)}:{listening.getsockname()[1]}"

@@ -29,7 +29,7 @@ from areal_async.bus import Bus
 from areal_async.config.settings import InferenceSettings
 from areal_async.errors import PipelineError
 from areal_async.inference.faults import StagingFault
-from areal_async.inference.supervision.swap import check_files
+from areal_async.inference.supervision.deltas import check_files
 from areal_async.process.atomic_folders import keep_newest
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.types import DISK, DISTRIBUTED, UpdateGroup, Version, WeightsVersion

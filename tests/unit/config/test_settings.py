@@ -19,7 +19,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 @pytest.mark.parametrize("kind", [Settings, SftSettings, RewardModelSettings])
 def test_every_setting_has_a_sentence(kind: type[BaseModel]) -> None:
-    silent = [".".join(parts) for parts, owner in leaves(kind) if not owner.model_fields[parts[-1]].description]
+    silent = [info.name for info in describe(kind) if not info.sentence]
 
     assert silent == []
 

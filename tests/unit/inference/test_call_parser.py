@@ -8,8 +8,9 @@ import pytest
 
 from areal_async.config.settings import InferenceSettings, Settings
 from areal_async.errors import GenerationError, UserError
-from areal_async.inference.call_parser import EngineCallParser, FoundCall, FoundCalls, check_tool_call_parser
+from areal_async.inference.call_parser import EngineCallParser, FoundCall, FoundCalls
 from areal_async.inference.client import InferenceClient
+from areal_async.inference.commands import check_tool_call_parser
 from areal_async.inference.pool import ServerPool
 from tests.fakes.fake_sglang import FakeSglang
 
@@ -76,6 +77,6 @@ def test_parser_is_refused_where_the_engine_has_none() -> None:
     settings = Settings(inference=InferenceSettings(backend="embedded", tool_call_parser="qwen25"))
 
     with pytest.raises(UserError, match="got qwen25, but the embedded engine has no parsers"):
-        check_tool_call_parser(settings)
-    check_tool_call_parser(Settings(inference=InferenceSettings(backend="sglang", tool_call_parser="qwen25")))
-    check_tool_call_parser(Settings(inference=InferenceSettings(backend="embedded")))
+        check_tool_call_parser(settings.inference)
+    check_tool_call_parser(InferenceSettings(backend="sglang", tool_call_parser="qwen25"))
+    check_tool_call_parser(InferenceSettings(backend="embedded"))

@@ -19,7 +19,8 @@ from areal_async.bus import Bus, Role
 from areal_async.config.settings import InferenceSettings, Settings
 from areal_async.errors import PipelineError
 from areal_async.inference.faults import StagingFault
-from areal_async.inference.supervision.swap import Staging, check_files
+from areal_async.inference.supervision.deltas import check_files
+from areal_async.inference.supervision.swap import Staging
 from areal_async.inference.weight_group import GLOO
 from areal_async.protocol.evaluations import EvalRecord
 from areal_async.protocol.run_state import ServerState
