@@ -52,7 +52,10 @@ def _sentences(kind: type[BaseModel]) -> dict[str, str]:
     """
     said: dict[str, str] = {}
     for one in reversed(kind.__mro__[: kind.__mro__.index(BaseModel)]):
-        [definition] = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        try:
+            [definition] = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        except OSError:  # installed without its sources
+            continue
         assert isinstance(definition, ast.ClassDef)
         for field, below in itertools.pairwise(definition.body):
             match field, below:

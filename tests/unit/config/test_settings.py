@@ -1,11 +1,13 @@
 """Settings explain themselves, refuse nonsense, and every file in configs/ is one that parses."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from areal_async.config import tree
 from areal_async.config.launch import LaunchSettings
 from areal_async.config.reward_model import RewardModelSettings
 from areal_async.config.settings import Settings, TrainerSettings
@@ -37,6 +39,20 @@ def test_described_settings_are_exactly_those_that_can_be_set() -> None:
     assert len(names) == len(set(names))
     assert all(annotation_at(Settings, name.split(".")) is not None for name in names)
     assert {"run.name", "tasks.0.dataset.path", "rollout.sampling.temperature", "bus.url"} <= set(names)
+
+
+def test_where_the_sources_are_not_installed_settings_are_described_without_sentences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def without_sources(_: object) -> str:
+        raise OSError("could not get source code")
+
+    tree._sentences.cache_clear()
+    monkeypatch.setattr(inspect, "getsource", without_sources)
+    infos = describe(Settings)
+    tree._sentences.cache_clear()
+
+    assert {info.sentence for info in infos} == {""}
 
 
 def test_defaults_are_described_as_they_are_written_in_a_file() -> None:
