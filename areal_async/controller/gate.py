@@ -37,8 +37,8 @@ class Gate:
         """What is alarming now; empty for nothing."""
         self._awaited: Verdict | None = None
         """What is to be promoted once its checkpoint is there."""
-        self._told: set[tuple[str, str]] = set()
-        """Kind and version of the events that an earlier controller has told."""
+        self._told: set[tuple[str, ...]] = set()
+        """Kind of each event that an earlier controller has told, and which one it is of that kind."""
 
     @property
     def is_waiting(self) -> bool:
@@ -108,9 +108,14 @@ class Gate:
         return {"alarms": [self.sentence] if self.sentence else [], "alarm_names": GATE if self.sentence else ""}
 
     async def _tell_again(self) -> None:
-        """Tell of the promotion that the run's events do not have: a controller died before."""
+        """Tell of the promotion that the run's events do not have: a controller died before.
+
+        Not of one over which a person has moved the tag since: whoever goes by the newest event would be misled.
+        """
         held = (await anyio.to_thread.run_sync(tags.read, self.settings.run_directory)).get(self.settings.gate.against)
-        if held is not None and held.by == GATE and (VersionTagged.__name__, held.version) not in self._told:
+        if held is None or held.by != GATE:
+            return
+        if (VersionTagged.__name__, held.version, held.was, held.comparison) not in self._told:
             await tell(self._bus, held)
 
     async def _raise(self, version: Version, sentence: str, value: float | None) -> None:
@@ -135,11 +140,13 @@ class Gate:
         log.warning(event.kind, name=GATE, sentence=sentence)
         await self._bus.publish_event(event)
 
-    async def _read_told(self) -> set[tuple[str, str]]:
+    async def _read_told(self) -> set[tuple[str, ...]]:
         """Return which events of its own the run has: people tag versions too, and other alarms are raised."""
-        told: set[tuple[str, str]] = set()
-        tag_moved = {"tag": self.settings.gate.against, "by": GATE}
-        for kind, key, own in ((VersionTagged, "version", tag_moved), (AlarmRaised, "weights_version", {"name": GATE})):
+        told: set[tuple[str, ...]] = set()
+        for kind, keys, own in (
+            (VersionTagged, ("version", "was", "comparison"), {"tag": self.settings.gate.against, "by": GATE}),
+            (AlarmRaised, ("weights_version",), {"name": GATE}),
+        ):
             subject = self._bus.names.event(str(kind.__struct_config__.tag), self._bus.role)
             try:
                 messages = await self._bus.read_log(self._bus.names.events_stream, subject)
@@ -147,5 +154,6 @@ class Gate:
                 log.warning("gate.events_not_read", cause=str(exc))
                 continue
             events = (decode_object(message.data) or {} for message in messages)
-            told |= {(kind.__name__, str(event.get(key))) for event in events if own.items() <= event.items()}
+            own_events = (event for event in events if own.items() <= event.items())
+            told |= {(kind.__name__, *(str(event.get(key, "")) for key in keys)) for event in own_events}
         return told

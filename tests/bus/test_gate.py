@@ -187,14 +187,41 @@ async def test_a_promotion_is_told_after_a_crash_though_a_person_has_tagged_that
     with pytest.raises(Killed):
         await world.gate().judge(version)
     await tell(world.controller, Tag(tag="first", version="1-10", by="ada"))
-    await tell(world.controller, Tag(tag="champion", version="1-10", by="ada"))
-    await world.told(2)
+    await world.told(1)
     for _ in range(2):
         await world.gate().resume([version])
-        await world.told(3)
+        await world.told(2)
 
     assert world.champions == ["1-10"]
-    assert await world.told(3) == [("version.tagged", "1-10")] * 3
+    assert await world.told(2) == [("version.tagged", "1-10")] * 2
+
+
+async def test_a_version_that_is_promoted_once_more_is_told_once_more_after_a_crash(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(reached: str) -> None:
+        if reached == "controller.after_tag":
+            raise Killed
+
+    gate = world.gate()
+    for version, rewards in (("1-10", WRONG), ("1-20", RIGHT[:10] + WRONG[:10]), ("1-30", RIGHT)):
+        await gate.judge(world.has(version, rewards))
+    ordered = tags.write(world.given.run_directory, Tag(tag="champion", version="1-10", by="ada"))
+    assert ordered is not None
+    await tell(world.controller, ordered)
+    later = Version(1, 35)  # speaks of 1-30
+    answers = [Answer(task="w", row=row, reward=reward) for row, reward in enumerate(RIGHT)]
+    evaluations.write(world.given.run_directory, later, answers)
+    monkeypatch.setattr(controller_gate, "failpoint", die)
+    with pytest.raises(Killed):
+        await world.gate().judge(later)
+    monkeypatch.undo()
+    for _ in range(2):
+        await world.gate().resume([later])
+        await world.told(5)
+
+    assert world.champions == ["1-10", "1-20", "1-30", "1-10", "1-30"]
+    assert await world.told(5) == [("version.tagged", version) for version in world.champions]
 
 
 async def test_what_a_person_has_moved_stays_over_a_restart(world: World) -> None:
