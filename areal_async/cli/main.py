@@ -18,7 +18,6 @@ from areal_async.cli.parsing.verbs import VERBS, Verb
 from areal_async.errors import PipelineError, UserError, leaves_of
 from areal_async.process.gc_pauses import importing
 from areal_async.process.host import take_gpus
-from areal_async.process.lean_imports import without
 from areal_async.process.plain_text import escaped
 from areal_async.process.stdio import loss, program, say
 
@@ -106,8 +105,6 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if getattr(parsed, "help_settings", False):
         return _if_heard(_list_settings(name))
     with importing():
-        with without("rich"):  # which structlog has for tracebacks that we print otherwise: 40 ms of each process
-            importlib.import_module("structlog")
         module = importlib.import_module(f"areal_async.cli.{verb.module}")
     status: int = module.run(parsed, overrides)
     return status if verb.goes_on_unheard else _if_heard(status)

@@ -40,7 +40,8 @@ def describe(kind: type[BaseModel]) -> list[SettingInfo]:
     for parts, owner in leaves(kind):
         field = owner.model_fields[parts[-1]]
         default = "required" if field.is_required() else text_of(field.default)
-        described.append(SettingInfo(".".join(parts), default, _sentences(owner).get(parts[-1], "")))
+        sentence = _sentences(owner).get(parts[-1], field.description or "")
+        described.append(SettingInfo(".".join(parts), default, sentence))
     return described
 
 
@@ -53,11 +54,11 @@ def _sentences(kind: type[BaseModel]) -> dict[str, str]:
     said: dict[str, str] = {}
     for one in reversed(kind.__mro__[: kind.__mro__.index(BaseModel)]):
         try:
-            [definition] = ast.parse(textwrap.dedent(inspect.getsource(one))).body
-        except OSError:  # installed without its sources
+            sources = ast.parse(textwrap.dedent(inspect.getsource(one)))
+        except (OSError, TypeError, SyntaxError):  # installed without them, or with others than were imported
             continue
-        assert isinstance(definition, ast.ClassDef)
-        for field, below in itertools.pairwise(definition.body):
+        body = itertools.chain(*(getattr(definition, "body", ()) for definition in sources.body))
+        for field, below in itertools.pairwise(body):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                     said[name] = " ".join(text.split())

@@ -31,7 +31,8 @@ LEAST_CHANCE = 0.5
 """That a group would be whole in time: with less it is too late to admit one for a step."""
 NUM_BATCHES = 2
 """Whose groups' durations are remembered: where all credit was spent they are those of a crowd, and are to be forgotten
-soon, for what is predicted from them admits a crowd again."""
+soon, for what is predicted from them admits a crowd again. Groups that are slow more seldom than every other batch are
+not foreseen, and waited for."""
 NUM_STEPS = 8
 MIN_STEPS = 2
 MIN_LOOK_S, MAX_LOOK_S = 0.01, 1.0

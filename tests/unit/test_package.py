@@ -74,13 +74,3 @@ def test_a_process_that_asks_and_serves_nothing_over_http_imports_no_library_for
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
     assert said.strip() == "set()"
-
-
-def test_a_process_of_a_run_imports_nothing_to_draw_with() -> None:
-    code = (
-        "import sys; from areal_async.cli.main import main; main(['controller', '--run-directory', 'missing'])\n"
-        "print('structlog' in sys.modules, 'rich' in sys.modules)"
-    )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-
-    assert said.split() == ["True", "False"]

@@ -41,11 +41,12 @@ def test_described_settings_are_exactly_those_that_can_be_set() -> None:
     assert {"run.name", "tasks.0.dataset.path", "rollout.sampling.temperature", "bus.url"} <= set(names)
 
 
+@pytest.mark.parametrize("raised", [OSError, TypeError, IndentationError])
 def test_where_the_sources_are_not_installed_settings_are_described_without_sentences(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, raised: type[Exception]
 ) -> None:
     def without_sources(_: object) -> str:
-        raise OSError("could not get source code")
+        raise raised
 
     tree._sentences.cache_clear()
     monkeypatch.setattr(inspect, "getsource", without_sources)
