@@ -18,7 +18,8 @@ from areal_async.process.host import LOOPBACK
 
 CONFIG_FILE, PID_FILE = "nats.conf", "nats.pid"
 MAX_PENDING_BYTES = 128 << 20
-"""A client that leaves more than this unread is cut off; well above what is fetched at once."""
+"""A client that leaves more than this unread is cut off. More than twice what is fetched at once: what the broker
+writes counts until the last of it is written, also what of that was read already, and has made room for another one."""
 UNNAMED_ACCOUNT = "$G"
 """The broker's own name for the account of a configuration that names none."""
 DISK_MARGIN_BYTES = 256 << 20

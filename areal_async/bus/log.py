@@ -27,7 +27,7 @@ from areal_async.errors import BusError, ConflictError
 from areal_async.process.bell import Bell
 
 BATCH_MESSAGES = 512
-BATCH_BYTES = 8 << 20
+BATCH_BYTES = 6 << 20
 POLL_S = 1.0
 OLD_LEADER_S = 12.0
 """After this time at the latest a leader that is cut off from the others knows that it is none."""

@@ -20,7 +20,7 @@ from areal_async.rollout.named_policies import FrozenModel, FrozenReward
 from areal_async.rollout.workflow_call import TaskWorkflow
 
 READS_AT_ONCE = 4
-"""Each takes up to 17 MB; the broker cuts off who leaves 128 MB unread."""
+"""Each takes up to 15 MB; the broker cuts off who leaves 128 MB unread."""
 
 log = structlog.get_logger()
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,9 @@ def _freeze(hosts: SomeHosts, run: SpreadRun) -> list[int]:
 
 
 def _lives(pid: int) -> bool:
-    return Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+    return False
 
 
 def test_a_host_is_added_and_another_removed_by_order_and_both_orders_outlive_the_launcher(

@@ -26,7 +26,7 @@ from areal_async.trainer.packing.flops import DecoderFlops
 from areal_async.trainer.packing.pack import balance
 
 FETCHES_AT_ONCE = 4
-"""Each is one message of up to 9 MB, or a search of up to 17; the broker cuts off who leaves 128 MB unread."""
+"""Each is one message of up to 9 MB, or a search of up to 15; the broker cuts off who leaves 128 MB unread."""
 SlotKey = tuple[str, int]
 """Group id and sibling."""
 GONE = "its stored payload is gone"

@@ -34,8 +34,9 @@ def anyio_backend() -> Any:
 
 
 def is_alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    with suppress(FileNotFoundError, ProcessLookupError):  # the second where it ends between opening and reading
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 async def ended(pid: int) -> None:

@@ -72,7 +72,7 @@ def is_running(pid: int) -> bool:
     """Whether it still runs; a killed orphan may stay a zombie until somebody collects it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second where it ends between opening and reading
         return False
 
 
