@@ -73,6 +73,16 @@ class World:
         return [line.version for line in tags.history(self.given.run_directory)]
 
 
+def die_at(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    """Have controllers end there from now on."""
+
+    def die(reached: str) -> None:
+        if reached == f"controller.{point}":
+            raise Killed
+
+    monkeypatch.setattr(controller_gate, "failpoint", die)
+
+
 @pytest.fixture
 async def world(open_role: OpenRole, settings: Settings) -> World:
     return World(await open_role(Role.CONTROLLER), await open_role(Role.OPERATOR), settings)
@@ -159,11 +169,7 @@ async def test_a_controller_that_dies_at_any_point_is_followed_by_one_that_promo
     await world.told(1)
     better = world.has("1-20", RIGHT)
 
-    def die(reached: str) -> None:
-        if reached == f"controller.{point}":
-            raise Killed
-
-    monkeypatch.setattr(controller_gate, "failpoint", die)
+    die_at(monkeypatch, point)
     with pytest.raises(Killed):
         await world.gate().judge(better)
     monkeypatch.undo()
@@ -178,11 +184,7 @@ async def test_a_controller_that_dies_at_any_point_is_followed_by_one_that_promo
 async def test_a_promotion_is_told_after_a_crash_though_a_person_has_tagged_that_version_since(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def die(reached: str) -> None:
-        if reached == "controller.after_tag":
-            raise Killed
-
-    monkeypatch.setattr(controller_gate, "failpoint", die)
+    die_at(monkeypatch, "after_tag")
     version = world.has("1-10", RIGHT)
     with pytest.raises(Killed):
         await world.gate().judge(version)
@@ -199,10 +201,6 @@ async def test_a_promotion_is_told_after_a_crash_though_a_person_has_tagged_that
 async def test_a_version_that_is_promoted_once_more_is_told_once_more_after_a_crash(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def die(reached: str) -> None:
-        if reached == "controller.after_tag":
-            raise Killed
-
     gate = world.gate()
     for version, rewards in (("1-10", WRONG), ("1-20", RIGHT[:10] + WRONG[:10]), ("1-30", RIGHT)):
         await gate.judge(world.has(version, rewards))
@@ -212,7 +210,7 @@ async def test_a_version_that_is_promoted_once_more_is_told_once_more_after_a_cr
     later = Version(1, 35)  # speaks of 1-30
     answers = [Answer(task="w", row=row, reward=reward) for row, reward in enumerate(RIGHT)]
     evaluations.write(world.given.run_directory, later, answers)
-    monkeypatch.setattr(controller_gate, "failpoint", die)
+    die_at(monkeypatch, "after_tag")
     with pytest.raises(Killed):
         await world.gate().judge(later)
     monkeypatch.undo()
