@@ -105,7 +105,8 @@ def test_a_run_that_was_killed_goes_on_by_its_name_as_it_was_begun(run: Run) -> 
     assert not (run.directory / "changes.jsonl").exists()
     assert_accounts(run, num_steps=STEPS, max_staleness=4)
     assert {line["lr"] for line in run.lines} == {1e-3}
-    assert {line["num_groups"] for line in run.lines} == {2}
+    # A step takes every group that is due, so it may have more; with another setting none would have so few.
+    assert min(line["num_groups"] for line in run.lines) == 2
     assert exported.returncode == 0, exported.stderr
     assert "the model of checkpoint " in exported.stdout
 
