@@ -1,6 +1,6 @@
 """What wakes tasks that wait for news, within one event loop."""
 
-import anyio
+import asyncio
 
 
 class Bell:
@@ -8,7 +8,7 @@ class Bell:
 
     def __init__(self) -> None:
         self.num_rings = 0
-        self._rung: anyio.Event | None = None
+        self._rung: asyncio.Event | None = None
 
     def ring(self) -> None:
         """Wake all who wait."""
@@ -20,5 +20,5 @@ class Bell:
     async def wait(self, num_seen: int | None = None) -> None:
         """Wait, without a deadline, for the next ring; for none where it has rung more than ``num_seen`` times."""
         if num_seen is None or self.num_rings == num_seen:
-            self._rung = self._rung or anyio.Event()
+            self._rung = self._rung or asyncio.Event()
             await self._rung.wait()

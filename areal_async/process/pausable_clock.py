@@ -59,12 +59,11 @@ class PausableTimeout:
         self._clock = clock
         self._entered = entered
         self._left_s = delay_s
-        self._timeout = asyncio.timeout(None)
+        self._timeout = asyncio.timeout(None if clock.is_stopped else delay_s)
 
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
         self._entered.add(self)
-        self.renew(self._left_s)
         return self
 
     async def __aexit__(

@@ -24,7 +24,7 @@ from areal_async.rollout.policy.messages import checked_messages
 from areal_async.rollout.policy.offload import beside_if_long, is_long
 from areal_async.rollout.policy.replies import ReplyRecord, ReplyRecorder
 from areal_async.rollout.policy.sampling import sampling_params
-from areal_async.rollout.policy.stream import RecordingStream
+from areal_async.rollout.policy.stream import RecordingStream, TakeTokens
 from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.tools.parse import ToolFormat
 from areal_async.rollout.tools.run import Toolbox
@@ -134,7 +134,7 @@ class RecordingPolicy:
         is_lengthy = has_images(messages) or is_long(messages, tools)
         opened = None if is_lengthy else self._noted(self._opening(messages, tools)())
 
-        async def generate(on_tokens: Callable[[list[int]], None]) -> Reply:
+        async def generate(on_tokens: TakeTokens) -> Reply:
             rendered = opened or await self._rendered_prompt(messages, tools)
             (turn,) = await self._turns.generate(
                 rendered.prompt_ids, params, on_tokens=on_tokens, images=rendered.images
@@ -201,6 +201,7 @@ class RecordingPolicy:
         self._recorder.is_closed = True
         for stream in self._streams:
             stream.cancel()
+        self._streams.clear()  # each knows this policy: left in a circle, all that they hold waits for the collector
 
     async def _rendered_prompt(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> RenderedPrompt:
         messages = checked_messages(messages)

@@ -9,8 +9,10 @@ from areal_async.errors import WorkflowError
 from areal_async.inference.embedded.engine.text import Decoder, TextStream
 from areal_async.rollout.user_code.task_scope import mark_retrieved
 
-Generate = Callable[[Callable[[list[int]], None]], Coroutine[Any, Any, Reply]]
-"""Given what to call with new tokens: say the whole reply and record it."""
+TakeTokens = Callable[[list[int]], None]
+"""What is called with new tokens."""
+Generate = Callable[[TakeTokens], Coroutine[Any, Any, Reply]]
+"""Say the whole reply and record it."""
 
 
 class RecordingStream:
@@ -24,7 +26,8 @@ class RecordingStream:
         self._generate = generate
         self._text = TextStream(decoder, skip_special_tokens=True, no_stop_trim=True)
         self._pieces: list[str] = []
-        self._moved = asyncio.Event()
+        self._moved: asyncio.Future[None] | None = None
+        """Somebody waits for it: there is a piece, or the end. Lighter than an event, for each piece of each stream."""
         self._task: asyncio.Task[Reply] | None = None
         self._is_flushed = False
 
@@ -43,8 +46,9 @@ class RecordingStream:
                 self._is_flushed = True
                 self._pieces.append(self._text.finish([], None))
                 break
-            self._moved.clear()
-            await self._moved.wait()
+            if self._moved is None or self._moved.done():
+                self._moved = asyncio.get_running_loop().create_future()
+            await self._moved
         piece = "".join(self._pieces)
         self._pieces.clear()
         return piece if piece else await self.__anext__()
@@ -69,7 +73,7 @@ class RecordingStream:
     async def aclose(self) -> None:
         """Stop generating. A reply that was not heard to its end is not recorded, and never trained."""
         self.cancel()
-        if self._task is not None:
+        if self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
 
     def cancel(self) -> None:
@@ -81,8 +85,12 @@ class RecordingStream:
         piece = self._text.push(token_ids)
         if piece:
             self._pieces.append(piece)
-            self._moved.set()
+            self._wake()
 
     def _end(self, task: asyncio.Task[Reply]) -> None:
         mark_retrieved(task)  # known to anyone who asks for the next piece
-        self._moved.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._moved is not None and not self._moved.done():
+            self._moved.set_result(None)

@@ -79,6 +79,7 @@ class TextCodec:
         self.model = str(getattr(tokenizer, "name_or_path", "") or "policy")
         """Folder or hub name of the model."""
         self._template = text_of(tokenizer)
+        self._writes_alike = _CHANGING.search(self._template) is None
         self._template_arguments = template_arguments or {}
         self._written_roles = {"user", "assistant"}
         self.tool_format: ToolFormat = guess_format(self._template)
@@ -155,7 +156,7 @@ class TextCodec:
             WorkflowError: as ``render``.
         """
         conversation = [list(messages), list(tools)]
-        if _CHANGING.search(self._template) is None and _is_plain(conversation):
+        if self._writes_alike and _is_plain(conversation):
             with suppress(ValueError, OverflowError):  # half a pair of surrogates, a number of more than 64 bits
                 said = msgspec.msgpack.encode(conversation)
                 if len(said) <= LONG_TEXT_CHARACTERS:

@@ -19,6 +19,8 @@ def finite_number(value: Any, *, got: str, need: str, error: type[RolloutError])
     Raises:
         RolloutError: an ``error``: it is none, or not finite.
     """
+    if type(value) is float and math.isfinite(value):  # what nearly every workflow returns
+        return value
     check_awaited(value, got=got, error=error)
     number = value.item() if getattr(value, "ndim", None) == 0 else value
     if not isinstance(number, numbers.Real):  # bool and int are

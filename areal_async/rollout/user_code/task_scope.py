@@ -103,10 +103,20 @@ class ScopedCoroutine(Coroutine[Any, Any, T]):
         """Its next step is its last, whatever it says."""
 
     def send(self, value: Any) -> Any:
-        return self._step(self._inner.send, value)
+        if self.is_to_end:
+            self._end()
+        try:
+            return self._inner.send(value)
+        except (SystemExit, KeyboardInterrupt) as exc:
+            raise self._abnormal(exc) from exc
 
     def throw(self, *exc_info: Any) -> Any:
-        return self._step(self._inner.throw, *exc_info)
+        if self.is_to_end:
+            self._end()
+        try:
+            return self._inner.throw(*exc_info)
+        except (SystemExit, KeyboardInterrupt) as exc:
+            raise self._abnormal(exc) from exc
 
     def close(self) -> None:
         self._inner.close()
@@ -118,14 +128,9 @@ class ScopedCoroutine(Coroutine[Any, Any, T]):
         """Show the coroutine inside to anyone who asks where a task stands."""
         return getattr(self._inner, name)
 
-    def _step(self, step: Callable[..., Any], *given: Any) -> Any:
-        if self.is_to_end:
-            self._end()
-        try:
-            return step(*given)
-        except (SystemExit, KeyboardInterrupt) as exc:
-            # Asyncio lets these two out of the loop, and with them goes the process.
-            raise AbnormalExit(describe(self.scope.name, exc)) from exc
+    def _abnormal(self, exc: BaseException) -> AbnormalExit:
+        """Return what stands for it: asyncio lets these two out of the loop, and with them goes the process."""
+        return AbnormalExit(describe(self.scope.name, exc))
 
     def _end(self) -> None:
         try:

@@ -1,8 +1,11 @@
 """However user code ends, there is a trajectory that says so."""
 
 import asyncio
+import gc
 import math
 import tracemalloc
+import weakref
+from collections.abc import Awaitable, Callable
 from copy import deepcopy
 from typing import Any
 
@@ -287,3 +290,41 @@ async def test_each_sibling_has_a_row_of_its_own_and_nothing_else_is_copied(monk
     assert [(one.epoch, one.index) for one in seen] == [(1, 2)] * 2
     assert prompt.row == {"options": ["a", "b"]}
     assert copied == [prompt.row] * 2
+
+
+USER = [{"role": "user", "content": "q"}]
+
+
+async def _complete(policy: Policy) -> None:
+    await policy.complete([1, 2])
+
+
+async def _chat(policy: Policy) -> None:
+    await policy.chat(USER)
+
+
+async def _stream(policy: Policy) -> None:
+    async with policy.stream(USER) as stream:
+        assert [piece async for piece in stream] == ["b", "c"]
+
+
+@pytest.mark.parametrize("ask", [_complete, _chat, _stream])
+async def test_a_call_that_ended_well_leaves_nothing_to_the_garbage_collector(
+    ask: Callable[[Policy], Awaitable[None]],
+) -> None:
+    policies: list[weakref.ref[Policy]] = []
+
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        policies.append(weakref.ref(policy))
+        await ask(policy)
+        return 1.0
+
+    model = ScriptedModel([98, 99, END])
+    gc.collect()
+    gc.disable()
+    try:
+        assert (await fill_one(workflow, policy_of(model), slot_of(0))).slot.reward == 1.0
+        await anyio.wait_all_tasks_blocked()
+        assert [reference() for reference in policies] == [None]
+    finally:
+        gc.enable()

@@ -91,8 +91,8 @@ class TextStream:
             return ""
         piece = text[len(self._context_text) :]
         self._pieces.append(piece)
-        self._context_start, self._read = self._read, len(self._ids)
-        self._context_text = self._decode(self._context_start)
+        start, self._context_start, self._read = self._context_start, self._read, len(self._ids)
+        self._context_text = text if start == self._context_start else self._decode(self._context_start)
         return piece
 
     def finish(self, token_ids: Sequence[int], matched: int | str | None) -> str:
