@@ -20,7 +20,7 @@ from areal_async.inference.pool import SiblingGroup
 from areal_async.process.failpoints import failpoint
 from areal_async.protocol.types import StoredMessage, Ticket
 from areal_async.protocol.wire import decode_headers
-from areal_async.rollout.lease import returned_unless_done, run_heartbeats
+from areal_async.rollout.lease import Kept, returned_unless_done
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.publish import Outbox
 from areal_async.rollout.row_images import read_row
@@ -47,15 +47,13 @@ async def run_ticket(node: NodeContext, ticket: Ticket, delivery: Delivery) -> N
         spans.leased(ticket, delivery, node_id=node.node_id),
     ):
         async with returned_unless_done(delivery):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(run_heartbeats, delivery, node.settings.ticket_heartbeat_s)
+            async with Kept(delivery, node.settings.ticket_heartbeat_s):
                 stored = await stored_messages(node, ticket) if delivery.num_delivered > 1 else []
                 row = await read_row(node, ticket, ticket.group_id)
                 if row.num_missing and await SettledGroups(node.bus).among([ticket]):
                     log.info("ticket.over", group_id=ticket.group_id)
                 else:
                     await GroupRun(node, ticket, row.cells, missing_siblings(ticket, stored)).run()
-                tasks.cancel_scope.cancel()
             failpoint("node.before_ack")
             await delivery.ack()
             failpoint("node.after_ack")
