@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import anyio
 import structlog
 
 from areal_async.bus import Delivery

@@ -4,9 +4,11 @@ import gc
 from typing import cast
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from areal_async.bus import Delivery
+from areal_async.process.bell import Bell
 from areal_async.rollout.lease import Kept
 
 pytestmark = pytest.mark.anyio
@@ -19,11 +21,14 @@ class Lease:
         self.takes_s = takes_s
         self.num_begun = 0
         self.num_done = 0
+        self.bell = Bell()
 
     async def in_progress(self) -> None:
         self.num_begun += 1
+        self.bell.ring()
         await anyio.sleep(self.takes_s)
         self.num_done += 1
+        self.bell.ring()
 
     @property
     def delivery(self) -> Delivery:
@@ -35,7 +40,7 @@ async def test_it_is_kept_again_and_again_until_the_block_ends() -> None:
     with anyio.fail_after(10):
         async with Kept(lease.delivery, 0.01):
             while lease.num_done < 3:
-                await anyio.sleep(0.005)
+                await lease.bell.wait()
     num_begun = lease.num_begun
     await anyio.sleep(0.05)
     assert lease.num_begun == num_begun
@@ -63,11 +68,14 @@ async def test_what_fails_in_keeping_it_ends_the_block() -> None:
 @pytest.mark.parametrize("takes_s", [0.0, 60.0])
 async def test_it_is_not_kept_after_an_error_of_the_block(takes_s: float) -> None:
     lease = Lease(takes_s=takes_s)
-    with anyio.fail_after(10), pytest.raises(ExceptionGroup):
+
+    async def work() -> None:
         async with Kept(lease.delivery, 0.01):
-            while not lease.num_begun:
-                await anyio.sleep(0.005)
+            await lease.bell.wait()
             raise ValueError
+
+    with anyio.fail_after(10), pytest.raises(ExceptionGroup):
+        await work()
     num_begun = lease.num_begun
     await anyio.sleep(0.05)
     assert lease.num_begun == num_begun
@@ -78,7 +86,7 @@ async def test_a_ticket_that_is_done_soon_leaves_nothing_to_the_garbage_collecto
 
     async def work() -> None:
         async with Kept(lease.delivery, 60.0):
-            await anyio.sleep(0)
+            await anyio.lowlevel.checkpoint()
 
     await work()
     gc.collect()
