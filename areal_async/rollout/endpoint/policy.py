@@ -43,25 +43,29 @@ class ServedPolicy(RecordingPolicy):
         super().__init__(maker.generator, maker.codec, sampling, name=name, call_parser=maker.call_parser, role=role)
         self._maker = maker
         self._session: Session | None = None
-        self._base_url = ""
+        """While it is open: it knows this policy, and a circle would keep all that both hold for the collector."""
+        self._base_url = self._api_key = ""
+        self._failure: RolloutError | None = None
+        """The session's last, once that is closed."""
         self._companions: list[ServedPolicy] = []
 
     @property
     def base_url(self) -> str:
         """Where this trajectory's agent finds the model."""
-        self._opened()
+        self._open()
         return self._base_url
 
     @property
     def api_key(self) -> str:
         """The key of this trajectory, which ends with it."""
-        return self._opened().key
+        self._open()
+        return self._api_key
 
     @property
     def failures(self) -> list[RolloutError]:
         """What the agent's last request came to, where that is an error, for this policy and for each beside it."""
-        own = [self._session.failure] if self._session and self._session.failure else []
-        return own + [failure for one in self._companions for failure in one.failures]
+        own = self._failure if self._session is None else self._session.failure
+        return ([] if own is None else [own]) + [failure for one in self._companions for failure in one.failures]
 
     def in_role(self, role: str, sampling: SamplingSettings) -> "ServedPolicy":
         """Return the same model under another name: in the same trajectory, with conversations of its own."""
@@ -81,6 +85,7 @@ class ServedPolicy(RecordingPolicy):
             one.close()
         if self._session is not None:
             self._maker.endpoint.close(self._session)
+            self._failure, self._session = self._session.failure, None
 
     def _companion(
         self, maker: PolicyMaker, sampling: SamplingSettings, *, name: str, role: PolicyRole
@@ -89,9 +94,15 @@ class ServedPolicy(RecordingPolicy):
         self._companions.append(companion)
         return companion
 
-    def _opened(self) -> Session:
-        if self._session is None:
+    def _open(self) -> None:
+        """Open the session, once.
+
+        Raises:
+            WorkflowError: the trajectory has ended without one.
+        """
+        if not self._base_url:
+            self._recorder.check_open()
             endpoint = self._maker.endpoint
-            self._session = Session(self, self._codec, limits=endpoint.limits, unsupported=endpoint.unsupported)
-            self._base_url = endpoint.open(self._session)
-        return self._session
+            session = Session(self, self._codec, limits=endpoint.limits, unsupported=endpoint.unsupported)
+            self._base_url, self._api_key = endpoint.open(session), session.key
+            self._session = session

@@ -1,7 +1,9 @@
 """A key is good for its own trajectory, for as long as that lives, and every error has the shape of its API."""
 
+import gc
 import json
 import signal
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -193,6 +195,40 @@ async def test_key_is_good_for_its_own_trajectory_alone_and_ends_with_it(path: s
             mine.close()
             assert_unauthorized(await http.post(path, json=BODIES[path]), path)
         assert mine.turns == other.turns == []
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_trajectory_that_has_ended_is_not_left_to_the_garbage_collector(is_streamed: bool) -> None:
+    async with AgentEndpoint() as endpoint:
+        maker = PolicyMaker(generator=speaker("hi"), codec=codec_with("hermes"), endpoint=endpoint)
+        policy = maker.policy(SamplingSettings(), "uid")
+        async with client(policy) as http:
+            assert (await http.post(CHAT, json=chat(stream=is_streamed))).status_code == 200
+        is_gone = anyio.Event()
+        left = weakref.ref(policy, lambda _: is_gone.set())
+        gc.disable()
+        try:
+            policy.close()
+            del policy
+            with anyio.move_on_after(10):  # uvicorn has a connection's last request until that is closed
+                await is_gone.wait()
+            assert left() is None
+        finally:
+            gc.enable()
+
+
+async def test_address_is_not_made_after_the_end_and_stays_what_it_was() -> None:
+    async with AgentEndpoint() as endpoint:
+        maker = PolicyMaker(generator=speaker(), codec=codec_with("hermes"), endpoint=endpoint)
+        asked, unasked = (maker.policy(SamplingSettings(), name) for name in ("asked", "unasked"))
+        address = (asked.base_url, asked.api_key)
+        for policy in (asked, unasked):
+            policy.close()
+        assert (asked.base_url, asked.api_key) == address
+        with pytest.raises(WorkflowError, match="after the end of its trajectory"):
+            _ = unasked.base_url
+        with pytest.raises(WorkflowError, match="after the end of its trajectory"):
+            _ = unasked.api_key
 
 
 def assert_unauthorized(response: httpx.Response, path: str) -> None:
