@@ -134,7 +134,7 @@ class Trial:
             )
             for generator, slot in zip(generators, slots, strict=True)
         ]
-        call = WorkflowCall(self._workflow, policies)
+        call = WorkflowCall(self._workflow, policies, keeps_error=True)
         shown = await take_prompt(prompt, self._policies.codec.vision, model=self._workflow.settings.model.path)
         started = time.monotonic()
         with (

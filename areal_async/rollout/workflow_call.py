@@ -23,7 +23,7 @@ from areal_async.rollout.publish import fit_one_message
 from areal_async.rollout.rewards.number import check_awaited
 from areal_async.rollout.rewards.reply_rewards import Ending, ending_of
 from areal_async.rollout.slots import SlotSpec, fill_slot
-from areal_async.rollout.user_code.boundary import attributed_to, shown
+from areal_async.rollout.user_code.boundary import attributed_to, forget_frames, shown
 from areal_async.rollout.user_code.task_scope import DeadlineExceeded, TaskScope
 from areal_async.rollout.user_code.workflows import policies_taken
 
@@ -110,16 +110,19 @@ class WorkflowCall:
         work: object = None,
         deadline_s: float | None = None,
         clock: PausableClock | None = None,
+        keeps_error: bool = False,
     ) -> None:
         """Take one policy for each sibling that the call is for.
 
         Args:
             clock: that its deadline goes by; None for one that never stops.
+            keeps_error: for who shows where it was raised.
             work: what is told of who holds up the event loop (``loop_block_report.Work``).
             deadline_s: in seconds; ``None`` takes the task's.
         """
         self.error: BaseException | None = None
-        """What the user's function raised, whatever that was, with its traceback."""
+        """What the user's function raised, whatever that was, with its traceback, where that is kept."""
+        self._keeps_error = keeps_error
         self._workflow = workflow
         self._policies = policies
         self._what = f"workflow {workflow.name}"
@@ -135,18 +138,24 @@ class WorkflowCall:
         The trajectories of a whole group fit one message: who gets the ticket again finds all of them or none.
         """
         started_s = time.monotonic()
-        endings = await self.endings(msgspec.structs.replace(prompt, row=deepcopy(prompt.row)))
+        endings = await self._endings(msgspec.structs.replace(prompt, row=deepcopy(prompt.row)))
         duration_s = time.monotonic() - started_s
         filled = [
             fill_slot(policy, ending, slot, duration_s=duration_s)
             for policy, ending, slot in zip(self._policies, endings, slots, strict=True)
         ]
+        self._forget(endings)
         if not self._workflow.sees_group:
             return filled
         return fit_one_message(filled, max_bytes=self._workflow.rollout.max_payload_bytes)
 
     async def endings(self, prompt: Prompt) -> list[Ending]:
         """Return how the call ended for each sibling."""
+        endings = await self._endings(prompt)
+        self._forget(endings)
+        return endings
+
+    async def _endings(self, prompt: Prompt) -> list[Ending]:
         try:
             returned = await self.run(prompt)
             with attributed_to(WorkflowError, self._what):
@@ -159,6 +168,11 @@ class WorkflowCall:
             for outcome, policy, failures in zip(outcomes, self._policies, self._agent_failures, strict=True)
         ]
 
+    def _forget(self, endings: Sequence[Ending]) -> None:
+        for ending in endings if not self._keeps_error else ():
+            if isinstance(ending, BaseException):
+                forget_frames(ending)
+
     async def run(self, prompt: Prompt) -> object:
         """Return what the user's function returns, unchecked.
 
@@ -168,7 +182,9 @@ class WorkflowCall:
         """
         try:
             scope = TaskScope(self._what, self._work)
-            return await scope.run(self._call(prompt), deadline_s=self._deadline_s, clock=self._clock)
+            return await scope.run(
+                self._call(prompt), deadline_s=self._deadline_s, clock=self._clock, keeps_frames=self._keeps_error
+            )
         except DeadlineExceeded:
             raise WorkflowError(f"{self._what}: ran past rollout.episode_deadline_s = {self._deadline_s:g} s") from None
         finally:
@@ -181,7 +197,8 @@ class WorkflowCall:
                 try:
                     return await self._workflow(prompt, self._policies)
                 except BaseException as exc:
-                    self.error = exc
+                    if self._keeps_error:
+                        self.error = exc
                     raise
         except RolloutError as exc:
             for failure in (failure for policy in self._policies for failure in policy.failures):

@@ -28,7 +28,7 @@ from areal_async.rollout.endpoint.http import (
 )
 from areal_async.rollout.endpoint.refusals import ErrorAnswer, Refusal, Unexpected
 from areal_async.rollout.endpoint.session import Session, ended, find_session
-from areal_async.rollout.user_code.boundary import attributed_to
+from areal_async.rollout.user_code.boundary import attributed_to, forget_frames
 from areal_async.telemetry import tracing
 
 log = structlog.get_logger()
@@ -54,6 +54,7 @@ class App:
         except Refusal as refusal:
             if refusal.kind == "internal":
                 log.exception("endpoint.unexpected", cause=refusal.message)
+            forget_frames(refusal)
             error = (api.error if api else guess_error(scope))(refusal)
             await self._refused(refusal, error)(scope, receive, send)
 

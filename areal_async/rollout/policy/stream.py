@@ -23,7 +23,8 @@ class RecordingStream:
     """
 
     def __init__(self, generate: Generate, decoder: Decoder) -> None:
-        self._generate = generate
+        self._generate: Generate | None = generate
+        """Until it is begun: it knows the policy, and what was begun knows this stream."""
         self._text = TextStream(decoder, skip_special_tokens=True, no_stop_trim=True)
         self._pieces: list[str] = []
         self._moved: asyncio.Future[None] | None = None
@@ -35,9 +36,11 @@ class RecordingStream:
         return self
 
     async def __anext__(self) -> str:
-        if self._task is None:
+        if self._generate is not None:
             self._task = asyncio.create_task(self._generate(self._take))
             self._task.add_done_callback(self._end)
+            self._generate = None
+        assert self._task is not None
         while not self._pieces:
             if self._task.done():
                 self._task.result()

@@ -42,6 +42,25 @@ def _causes_in(exc: BaseException) -> list[BaseException]:
     return [leaf for leaf in leaves if not isinstance(leaf, Reject)] or leaves
 
 
+def forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error and of what it came from.
+
+    Their frames hold all that user code and its policy had, and mostly the error too: a circle, which would wait for
+    the garbage collector with all of its tokens. (The frames cannot be emptied instead: where a caught error is shared,
+    that may end a coroutine that went on.)
+    """
+    errors, seen = [error], set[int]()
+    while errors:
+        one = errors.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = None
+        errors += [link for link in (one.__cause__, one.__context__) if link is not None]
+        if isinstance(one, BaseExceptionGroup):
+            errors += one.exceptions
+
+
 def describe(what: str, exc: BaseException) -> str:
     """Return ``what: Type: message`` on one line, shortened; of a group, its first error's, and how many more."""
     first, *others = _causes_in(exc)

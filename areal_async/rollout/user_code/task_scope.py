@@ -20,7 +20,7 @@ import structlog
 
 from areal_async.errors import WorkflowError
 from areal_async.process.pausable_clock import PausableClock
-from areal_async.rollout.user_code.boundary import describe
+from areal_async.rollout.user_code.boundary import describe, forget_frames
 
 T = TypeVar("T")
 
@@ -54,11 +54,19 @@ class TaskScope:
         self.is_over = False
         """What starts in this scope from now on ends at its first step."""
 
-    async def run(self, work: Coroutine[Any, Any, T], *, deadline_s: float, clock: PausableClock | None = None) -> T:
+    async def run(
+        self,
+        work: Coroutine[Any, Any, T],
+        *,
+        deadline_s: float,
+        clock: PausableClock | None = None,
+        keeps_frames: bool = False,
+    ) -> T:
         """Run user code as the scope's first task and return what it returns; see the module.
 
         Args:
             clock: that the deadline goes by; None for one that never stops.
+            keeps_frames: of a task that ran past it, for who shows where it stood.
 
         Raises:
             DeadlineExceeded: it did not end within ``deadline_s``.
@@ -78,6 +86,8 @@ class TaskScope:
                 await _end(self.tasks, self)
             self.is_over = True
         if not is_done:
+            if not keeps_frames:
+                mark_retrieved(task)
             raise DeadlineExceeded
         return result_of(task, self.name)
 
@@ -246,9 +256,14 @@ def result_of(task: "asyncio.Task[T]", name: str) -> T:
 
 
 def mark_retrieved(future: "asyncio.Future[Any]") -> None:
-    """Take note of an error that nobody may ask for any more; unseen, the loop would complain of it."""
-    if not future.cancelled():
+    """Take note of an error that nobody may ask for any more; unseen, the loop would complain of it.
+
+    Of a cancellation its frames are dropped, which the future would keep.
+    """
+    try:
         future.exception()
+    except asyncio.CancelledError as exc:
+        forget_frames(exc)
 
 
 def make_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> "asyncio.Task[T]":

@@ -295,36 +295,84 @@ async def test_each_sibling_has_a_row_of_its_own_and_nothing_else_is_copied(monk
 USER = [{"role": "user", "content": "q"}]
 
 
-async def _complete(policy: Policy) -> None:
+async def _complete(policy: Policy) -> object:
     await policy.complete([1, 2])
+    return 1.0
 
 
-async def _chat(policy: Policy) -> None:
+async def _chat(policy: Policy) -> object:
     await policy.chat(USER)
+    return 1.0
 
 
-async def _stream(policy: Policy) -> None:
+async def _stream(policy: Policy) -> object:
     async with policy.stream(USER) as stream:
         assert [piece async for piece in stream] == ["b", "c"]
+    return 1.0
 
 
-@pytest.mark.parametrize("ask", [_complete, _chat, _stream])
-async def test_a_call_that_ended_well_leaves_nothing_to_the_garbage_collector(
-    ask: Callable[[Policy], Awaitable[None]],
+async def _stream_in_part(policy: Policy) -> object:
+    await policy.complete([1, 2])
+    await anext(policy.stream(USER))
+    return 1.0
+
+
+async def _reject(policy: Policy) -> object:
+    raise Reject("too easy")
+
+
+async def _raise(policy: Policy) -> object:
+    try:
+        await policy.complete([1, 2])
+        raise KeyError("inner")
+    except KeyError as exc:
+        raise ExceptionGroup("outer", [ValueError(exc)]) from exc
+
+
+async def _return_nothing(policy: Policy) -> object:
+    return None
+
+
+async def _wait(policy: Policy) -> object:
+    await anyio.sleep_forever()
+    return 1.0
+
+
+async def _ask_too_much(policy: Policy) -> object:
+    await policy.complete([1, 2], temperature=-1.0)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("play_out", "status"),
+    [
+        (_complete, SlotStatus.SCORED),
+        (_chat, SlotStatus.SCORED),
+        (_stream, SlotStatus.SCORED),
+        (_stream_in_part, SlotStatus.SCORED),
+        (_reject, SlotStatus.REJECTED),
+        (_raise, SlotStatus.FAILED),
+        (_return_nothing, SlotStatus.FAILED),
+        (_wait, SlotStatus.FAILED),
+        (_ask_too_much, SlotStatus.FAILED),
+    ],
+)
+async def test_a_call_that_is_over_leaves_nothing_to_the_garbage_collector(
+    play_out: Callable[[Policy], Awaitable[object]], status: SlotStatus
 ) -> None:
     policies: list[weakref.ref[Policy]] = []
 
-    async def workflow(prompt: Prompt, policy: Policy) -> float:
+    async def workflow(prompt: Prompt, policy: Policy) -> object:
         policies.append(weakref.ref(policy))
-        await ask(policy)
-        return 1.0
+        return await play_out(policy)
 
-    model = ScriptedModel([98, 99, END])
+    model = ScriptedModel(*[[98, 99, END]] * 2)
     gc.collect()
     gc.disable()
     try:
-        assert (await fill_one(workflow, policy_of(model), slot_of(0))).slot.reward == 1.0
+        trajectory = await fill_one(workflow, policy_of(model), slot_of(0), deadline_s=0.1 if play_out is _wait else 60)
         await anyio.wait_all_tasks_blocked()
         assert [reference() for reference in policies] == [None]
     finally:
         gc.enable()
+    assert trajectory.slot.status == status

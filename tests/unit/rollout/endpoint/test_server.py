@@ -197,13 +197,15 @@ async def test_key_is_good_for_its_own_trajectory_alone_and_ends_with_it(path: s
         assert mine.turns == other.turns == []
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_trajectory_that_has_ended_is_not_left_to_the_garbage_collector(is_streamed: bool) -> None:
+@pytest.mark.parametrize(("fields", "status"), [({}, 200), ({"stream": True}, 200), ({"temperature": -1}, 400)])
+async def test_trajectory_that_has_ended_is_not_left_to_the_garbage_collector(
+    fields: dict[str, Any], status: int
+) -> None:
     async with AgentEndpoint() as endpoint:
         maker = PolicyMaker(generator=speaker("hi"), codec=codec_with("hermes"), endpoint=endpoint)
         policy = maker.policy(SamplingSettings(), "uid")
         async with client(policy) as http:
-            assert (await http.post(CHAT, json=chat(stream=is_streamed))).status_code == 200
+            assert (await http.post(CHAT, json=chat(**fields))).status_code == status
         is_gone = anyio.Event()
         left = weakref.ref(policy, lambda _: is_gone.set())
         gc.disable()
