@@ -50,6 +50,12 @@ class Client(nats.aio.client.Client):
             raise NoTlsError("no TLS")
         return bytes(super()._connect_command())
 
+    # The library's own leaves the connection of a try that came to nothing open.
+    async def _connect_to_server(self, s: nats.aio.client.Srv) -> None:
+        if self._transport is not None:
+            self._transport.close()  # type: ignore[no-untyped-call]
+        await super()._connect_to_server(s)
+
     @property
     def has_other_server(self) -> bool:
         """Whether it knows another server than the one that it is connected to."""
