@@ -31,6 +31,8 @@ REWARD_TEXT, REWARD_TABLE = "/logs/verifier/reward.txt", "/logs/verifier/reward.
 MAX_REWARD_BYTES: Final = 1 << 16
 MARGIN_S: Final = 60.0
 """Of a box's time beyond the deadlines of agent and tests."""
+OWN_WALL_S: Final = 20.0
+"""For what is done in a box before agent and tests: it is not theirs, whose deadlines may be short."""
 Agent = Callable[[Prompt, Policy, Box], Awaitable[None]]
 
 
@@ -159,7 +161,7 @@ class HarborEnvironment(Environment):
 async def prepare(box: Box, task: HarborTask) -> None:
     """Put a task's files where its agent works, and have the shell there."""
     await put(box, task, "environment", WORKDIR)
-    await box.run(f"mkdir -p {WORKDIR} /logs/agent /logs/verifier && cd {WORKDIR}")
+    await box.run(f"mkdir -p {WORKDIR} /logs/agent /logs/verifier && cd {WORKDIR}", timeout_s=OWN_WALL_S)
 
 
 async def put(box: Box, task: HarborTask, part: str, place: str) -> None:
@@ -190,8 +192,11 @@ async def verify(box: Box, task: HarborTask) -> float:
     aside = f"/{secrets.token_hex(8)}"
     cleared = await box.run(
         f"chmod u+rwx / /tests /logs; mv -T /tests {aside}-tests; mv -T /logs {aside}-logs; "
-        "mkdir /tests /logs /logs/verifier"
+        "mkdir /tests /logs /logs/verifier",
+        timeout_s=OWN_WALL_S,
     )
+    if cleared.end is not End.ENDED:
+        raise RewardError(f"{what}: the place for them was not made: {cleared.end} ({OWN_WALL_S:g} s)")
     if cleared.status != 0:
         raise RewardError(f"{what}: its box has no place for them: {cleared.text[-400:]!r}")
     await put(box, task, "tests", "/tests")
