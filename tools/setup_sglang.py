@@ -3,7 +3,7 @@
     python tools/setup_sglang.py [.venv-sglang]
 
 SGLang's own dependencies ask for CUDA packages and for a torch that brings them, so they are installed by our list,
-and two small modules stand in for what a CPU cannot load (``tools/sglang_cpu``). Takes about two minutes and 3 GB; a
+and three small modules stand in for what a CPU cannot load (``tools/sglang_cpu``). Takes about two minutes and 3 GB; a
 folder that is up to date is left as it is.
 """
 
@@ -20,8 +20,8 @@ TORCH = "torch==2.13.0"
 """Alone and first, exactly this version: the newest torch that SGLang's CPU path works with."""
 WITHOUT_DEPENDENCIES = ("sglang==0.5.23", "torchvision==0.28.0", "xgrammar==0.2.7")
 PARTS = Path(__file__).parent / "sglang_cpu"
-STAND_INS = ("vllm", "torchvision_without_operators.py")
-PTH = "torchvision_without_operators.pth"
+STAND_INS = ("vllm", "torchvision_without_operators.py", "speculation_without_operators.py")
+RUN_AT_START = ("torchvision_without_operators", "speculation_without_operators")
 MIN_FREE_BYTES = 6 << 30
 INSTALL_DEADLINE_S = 1800.0
 CHECK_DEADLINE_S = 300.0
@@ -103,7 +103,8 @@ def _add_stand_ins(folder: Path) -> None:
             shutil.copytree(source, site_packages / name, dirs_exist_ok=True)
         else:
             shutil.copy(source, site_packages / name)
-    (site_packages / PTH).write_text("import torchvision_without_operators\n")
+    for name in RUN_AT_START:
+        (site_packages / f"{name}.pth").write_text(f"import {name}\n")
 
 
 def _check_import(folder: Path) -> None:
