@@ -159,9 +159,17 @@ class HarborEnvironment(Environment):
 
 
 async def prepare(box: Box, task: HarborTask) -> None:
-    """Put a task's files where its agent works, and have the shell there."""
+    """Put a task's files where its agent works, and have the shell there.
+
+    Raises:
+        WorkflowError: the box was not made ready.
+    """
     await put(box, task, "environment", WORKDIR)
-    await box.run(f"mkdir -p {WORKDIR} /logs/agent /logs/verifier && cd {WORKDIR}", timeout_s=OWN_WALL_S)
+    done = await box.run(f"mkdir -p {WORKDIR} /logs/agent /logs/verifier && cd {WORKDIR}", timeout_s=OWN_WALL_S)
+    if done.end is not End.ENDED or done.status != 0:
+        raise WorkflowError(
+            f"task {task.name}: its box was not made ready: {done.end}, status {done.status}; {done.text[-400:]}"
+        )
 
 
 async def put(box: Box, task: HarborTask, part: str, place: str) -> None:
