@@ -59,9 +59,10 @@ class PausableTimeout:
         self._clock = clock
         self._entered = entered
         self._left_s = delay_s
-        self._timeout = asyncio.timeout(None if clock.is_stopped else delay_s)
+        self._timeout: asyncio.Timeout
 
     async def __aenter__(self) -> Self:
+        self._timeout = asyncio.timeout(None if self._clock.is_stopped else self._left_s)
         await self._timeout.__aenter__()
         self._entered.add(self)
         return self

@@ -20,6 +20,7 @@ class Kept:
 
     Most tickets are done before theirs has to be kept at all. So it is a timer that keeps it: a task that sleeps, and
     is cancelled, costs as much as a tenth of a turn, and leaves the frames of its error to the garbage collector.
+    The loop has to be ``anyio.run``'s: in a timer, that alone is where anyio looks for it.
     """
 
     def __init__(self, delivery: Delivery, interval_s: float) -> None:
@@ -51,6 +52,8 @@ class Kept:
         self._timer = loop.call_later(self._interval_s, self._tasks.start_soon, self._tell)
 
     async def _tell(self) -> None:
+        if self._is_over:  # it was begun, and had no turn before the block's end
+            return
         self._is_telling = True
         await self._delivery.in_progress()
         self._is_telling = False

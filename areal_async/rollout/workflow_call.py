@@ -8,6 +8,7 @@ cancellation of who awaits it and errors that end the process.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -169,9 +170,11 @@ class WorkflowCall:
         ]
 
     def _forget(self, endings: Sequence[Ending]) -> None:
-        for ending in endings if not self._keeps_error else ():
-            if isinstance(ending, BaseException):
-                forget_frames(ending)
+        if self._keeps_error:
+            return
+        for error in chain(endings, *self._agent_failures):
+            if isinstance(error, BaseException):
+                forget_frames(error)
 
     async def run(self, prompt: Prompt) -> object:
         """Return what the user's function returns, unchecked.

@@ -14,7 +14,6 @@ from areal_async.rollout.endpoint.session import Session
 from areal_async.rollout.policy.generation import Generator
 from areal_async.rollout.policy.policy import PolicyRole, RecordingPolicy
 from areal_async.rollout.policy.text import TextCodec
-from areal_async.rollout.user_code.boundary import forget_frames
 
 
 @dataclass(kw_only=True)
@@ -87,8 +86,6 @@ class ServedPolicy(RecordingPolicy):
         if self._session is not None:
             self._maker.endpoint.close(self._session)
             self._failure, self._session = self._session.failure, None
-            if self._failure is not None:
-                forget_frames(self._failure)
 
     def _companion(
         self, maker: PolicyMaker, sampling: SamplingSettings, *, name: str, role: PolicyRole

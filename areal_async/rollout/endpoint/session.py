@@ -37,7 +37,7 @@ from areal_async.rollout.policy.offload import beside_if_long
 from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.tools.parse import THOUGHT_TAG
-from areal_async.rollout.user_code.boundary import attributed_to
+from areal_async.rollout.user_code.boundary import attributed_to, forget_frames
 from areal_async.rollout.user_code.task_scope import mark_retrieved
 
 _KEY_BYTES = 32
@@ -174,6 +174,7 @@ class Session:
         except Refusal as refusal:
             if beginning:
                 raise
+            forget_frames(refusal)
             yield exchange.fail(refusal)
             return
         finally:

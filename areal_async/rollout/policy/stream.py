@@ -27,8 +27,8 @@ class RecordingStream:
         """Until it is begun: it knows the policy, and what was begun knows this stream."""
         self._text = TextStream(decoder, skip_special_tokens=True, no_stop_trim=True)
         self._pieces: list[str] = []
-        self._moved: asyncio.Future[None] | None = None
-        """Somebody waits for it: there is a piece, or the end. Lighter than an event, for each piece of each stream."""
+        self._waiting: list[asyncio.Future[None]] = []
+        """Each of somebody who waits for a piece, or the end. Lighter than an event, for each piece of each stream."""
         self._task: asyncio.Task[Reply] | None = None
         self._is_flushed = False
 
@@ -49,9 +49,8 @@ class RecordingStream:
                 self._is_flushed = True
                 self._pieces.append(self._text.finish([], None))
                 break
-            if self._moved is None or self._moved.done():
-                self._moved = asyncio.get_running_loop().create_future()
-            await self._moved
+            self._waiting.append(moved := asyncio.get_running_loop().create_future())
+            await moved
         piece = "".join(self._pieces)
         self._pieces.clear()
         return piece if piece else await self.__anext__()
@@ -95,5 +94,7 @@ class RecordingStream:
         self._wake()
 
     def _wake(self) -> None:
-        if self._moved is not None and not self._moved.done():
-            self._moved.set_result(None)
+        for moved in self._waiting:
+            if not moved.done():
+                moved.set_result(None)
+        self._waiting.clear()

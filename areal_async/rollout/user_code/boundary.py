@@ -55,7 +55,7 @@ def forget_frames(error: BaseException) -> None:
         if id(one) in seen:
             continue
         seen.add(id(one))
-        one.__traceback__ = None
+        BaseException.with_traceback(one, None)  # a user's class may refuse that an attribute is set
         errors += [link for link in (one.__cause__, one.__context__) if link is not None]
         if isinstance(one, BaseExceptionGroup):
             errors += one.exceptions

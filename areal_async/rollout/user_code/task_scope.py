@@ -86,7 +86,7 @@ class TaskScope:
                 await _end(self.tasks, self)
             self.is_over = True
         if not is_done:
-            if not keeps_frames:
+            if task.done() and not keeps_frames:
                 mark_retrieved(task)
             raise DeadlineExceeded
         return result_of(task, self.name)

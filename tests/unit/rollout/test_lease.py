@@ -1,6 +1,7 @@
 """A lease is kept while a ticket is worked on, and not a moment longer."""
 
 import gc
+import time
 from typing import cast
 
 import anyio
@@ -11,7 +12,7 @@ from areal_async.bus import Delivery
 from areal_async.process.bell import Bell
 from areal_async.rollout.lease import Kept
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 
 class Lease:
@@ -52,6 +53,15 @@ async def test_a_broker_that_does_not_answer_is_told_once_and_holds_nobody() -> 
         async with Kept(lease.delivery, 0.01):
             await anyio.sleep(0.1)
     assert (lease.num_begun, lease.num_done) == (1, 0)
+
+
+async def test_a_timer_that_came_as_the_block_ended_tells_nobody() -> None:
+    lease = Lease(takes_s=60.0)
+    with anyio.fail_after(10):
+        async with Kept(lease.delivery, 0.01):
+            time.sleep(0.05)  # noqa: ASYNC251  # the timer is due, and its task begins in the turn in which the block ends
+            await anyio.lowlevel.checkpoint()
+    assert lease.num_begun == 0
 
 
 async def test_what_fails_in_keeping_it_ends_the_block() -> None:

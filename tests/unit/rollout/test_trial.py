@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 import pytest
 
 from areal_async.api import GroupWorkflow, Policy, Rewards, Workflow, group_workflow
@@ -13,7 +14,7 @@ from areal_async.data.images import ImageCell
 from areal_async.data.rows import RowPrompts
 from areal_async.errors import Reject
 from areal_async.protocol.types import Prompt, SlotStatus, Turn
-from areal_async.rollout.endpoint.policy import PolicyMaker
+from areal_async.rollout.endpoint.policy import PolicyMaker, ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.rewards.decorator import reward
 from areal_async.rollout.trial import Attempt, Trial
@@ -204,6 +205,15 @@ async def nonsense(prompt: Prompt, policy: Policy) -> Rewards:
     return "good"  # type: ignore[return-value]
 
 
+async def denied(prompt: Prompt, policy: ServedPolicy) -> float:
+    await policy.complete([1, 2])
+    headers = {"authorization": f"Bearer {policy.api_key}"}
+    async with httpx.AsyncClient(base_url=policy.base_url, headers=headers, trust_env=False) as http:
+        asked = {"model": "m", "messages": [{"role": "user", "content": "q"}], "temperature": -1}
+        await http.post("/chat/completions", json=asked)
+    raise ValueError("no answer")
+
+
 @pytest.mark.parametrize(
     ("workflow", "reason", "last_location"),
     [
@@ -216,6 +226,7 @@ async def nonsense(prompt: Prompt, policy: Policy) -> Rewards:
         ),
         (of_a_group, "workflow w: RuntimeError: no more", "in broken"),
         (rejecting, "too easy", "in rejecting"),
+        (denied, "endpoint: refused a request of the agent: ", "in denied"),
         (nonsense, "workflow w: returned 'good', need a float", None),
     ],
 )

@@ -7,6 +7,7 @@ import tracemalloc
 import weakref
 from collections.abc import Awaitable, Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -19,6 +20,8 @@ from areal_async.errors import FencedError, Reject, RewardError
 from areal_async.protocol.types import Prompt, SlotStatus, Trajectory
 from areal_async.protocol.wire import BYTES_PER_TOKEN
 from areal_async.rollout import workflow_call
+from areal_async.rollout.user_code import task_scope
+from areal_async.rollout.user_code.task_scope import shared
 from tests.unit.rollout.byte_model import END, ScriptedModel
 from tests.unit.rollout.called import call_of, fill_one, policy_of, slot_of
 
@@ -292,6 +295,33 @@ async def test_each_sibling_has_a_row_of_its_own_and_nothing_else_is_copied(monk
     assert copied == [prompt.row] * 2
 
 
+async def test_a_workflow_that_outlives_its_deadline_and_its_end_is_late_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(task_scope, "GRACE_S", 0.05)
+    may_end = anyio.Event()
+
+    async def go_on() -> None:
+        while not may_end.is_set():
+            try:
+                await may_end.wait()
+            except asyncio.CancelledError:
+                pass
+
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        with shared():
+            task = asyncio.create_task(go_on())
+        await task
+        return 1.0
+
+    try:
+        trajectory = await play(workflow, deadline_s=0.05)
+    finally:
+        may_end.set()
+
+    assert trajectory.slot.reason == "workflow w: ran past rollout.episode_deadline_s = 0.05 s"
+
+
 USER = [{"role": "user", "content": "q"}]
 
 
@@ -329,6 +359,17 @@ async def _raise(policy: Policy) -> object:
         raise ExceptionGroup("outer", [ValueError(exc)]) from exc
 
 
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    """Lets nobody set an attribute of it."""
+
+    number: int
+
+
+async def _raise_frozen(policy: Policy) -> object:
+    raise FrozenError(3)
+
+
 async def _return_nothing(policy: Policy) -> object:
     return None
 
@@ -352,6 +393,7 @@ async def _ask_too_much(policy: Policy) -> object:
         (_stream_in_part, SlotStatus.SCORED),
         (_reject, SlotStatus.REJECTED),
         (_raise, SlotStatus.FAILED),
+        (_raise_frozen, SlotStatus.FAILED),
         (_return_nothing, SlotStatus.FAILED),
         (_wait, SlotStatus.FAILED),
         (_ask_too_much, SlotStatus.FAILED),

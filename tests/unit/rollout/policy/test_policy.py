@@ -1,5 +1,6 @@
 """The policy records every call token for token; what the model said is never tokenized again."""
 
+import asyncio
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,8 @@ from areal_async.inference.call_parser import FoundCall, FoundCalls
 from areal_async.inference.pool import ServerHandle
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.policy import RecordingPolicy
-from tests.unit.rollout.byte_model import END, ScriptedModel, codec
+from areal_async.rollout.policy.stream import RecordingStream, TakeTokens
+from tests.unit.rollout.byte_model import END, ByteTokenizer, ScriptedModel, codec
 from tests.unit.rollout.chat_templates import codec_with
 
 pytestmark = pytest.mark.anyio
@@ -333,6 +335,23 @@ async def test_streams_a_workflow_left_open_end_with_it() -> None:
     await anyio.wait_all_tasks_blocked()
 
     assert policy.turns == []
+
+
+async def test_a_reader_of_a_stream_that_is_cancelled_takes_no_other_along() -> None:
+    may_say = asyncio.Event()
+
+    async def generate(take: TakeTokens) -> Reply:
+        await may_say.wait()
+        take([97])
+        raise WorkflowError("enough")
+
+    stream = RecordingStream(generate, ByteTokenizer())
+    one, other = (asyncio.ensure_future(stream.__anext__()) for _ in range(2))
+    await anyio.wait_all_tasks_blocked()
+    one.cancel()
+    await anyio.wait_all_tasks_blocked()
+    may_say.set()
+    assert await other == "a"
 
 
 async def test_error_of_a_stream_is_raised_where_it_is_heard() -> None:
