@@ -17,7 +17,7 @@ from areal_async.protocol.types import Prompt
 from areal_async.rollout.arms import ServedArm
 from areal_async.rollout.endpoint.policy import PolicyMaker, ServedPolicy
 from areal_async.rollout.evaluate import answer_row
-from areal_async.rollout.lease import RETURN_DELAY_S, Kept, returned_unless_done
+from areal_async.rollout.lease import RETURN_DELAY_S, KeptLease, returned_unless_done
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.policy.generation import SeededGenerator
 from areal_async.rollout.user_code.loop_block_report import Work
@@ -28,7 +28,7 @@ async def run_arm_ticket(node: NodeContext, served: ServedArm, ticket: ArmTicket
     """Answer one ticket, store what came of it and acknowledge it; give it back if the arm ends here."""
     with spans.leased(ticket, delivery, node_id=node.node_id):
         async with returned_unless_done(delivery):
-            async with Kept(delivery, node.settings.ticket_heartbeat_s) as tasks:
+            async with KeptLease(delivery, node.settings.ticket_heartbeat_s) as tasks:
 
                 async def end_with_arm() -> None:
                     await served.has_ended.wait()

@@ -10,7 +10,7 @@ from areal_async.errors import Reject
 from areal_async.protocol.evaluations import EvalResult, EvalTicket
 from areal_async.protocol.types import Prompt
 from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.lease import Kept, returned_unless_done
+from areal_async.rollout.lease import KeptLease, returned_unless_done
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.rewards.reply_rewards import Scores
 from areal_async.rollout.row_images import read_row
@@ -30,7 +30,7 @@ async def run_eval_ticket(node: NodeContext, ticket: EvalTicket, delivery: Deliv
     """
     with spans.leased(ticket, delivery, node_id=node.node_id):
         async with returned_unless_done(delivery):
-            async with Kept(delivery, node.settings.ticket_heartbeat_s):
+            async with KeptLease(delivery, node.settings.ticket_heartbeat_s):
                 row = await read_row(node, ticket, node.bus.names.eval_group(ticket.eval_id, ticket.index))
                 if row.num_missing:  # its answers have come, or it is asked again
                     log.info("evaluation.row_over", eval_id=ticket.eval_id, index=ticket.index)

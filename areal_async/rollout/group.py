@@ -20,7 +20,7 @@ from areal_async.inference.pool import SiblingGroup
 from areal_async.process.failpoints import failpoint
 from areal_async.protocol.types import StoredMessage, Ticket
 from areal_async.protocol.wire import decode_headers
-from areal_async.rollout.lease import Kept, returned_unless_done
+from areal_async.rollout.lease import KeptLease, returned_unless_done
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.publish import Outbox
 from areal_async.rollout.row_images import read_row
@@ -47,7 +47,7 @@ async def run_ticket(node: NodeContext, ticket: Ticket, delivery: Delivery) -> N
         spans.leased(ticket, delivery, node_id=node.node_id),
     ):
         async with returned_unless_done(delivery):
-            async with Kept(delivery, node.settings.ticket_heartbeat_s):
+            async with KeptLease(delivery, node.settings.ticket_heartbeat_s):
                 stored = await stored_messages(node, ticket) if delivery.num_delivered > 1 else []
                 row = await read_row(node, ticket, ticket.group_id)
                 if row.num_missing and await SettledGroups(node.bus).among([ticket]):

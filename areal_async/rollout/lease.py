@@ -15,11 +15,11 @@ RETURN_DELAY_S = 1.0
 """A ticket given back at once could come straight back to a node that is about to end, and wait out its lease there."""
 
 
-class Kept:
+class KeptLease:
     """Keeps a lease while its block runs, in a task group of which the block can have more. An async context manager.
 
-    Most tickets are done before theirs has to be kept at all. So it is a timer that keeps it: a task that sleeps, and
-    is cancelled, costs as much as a tenth of a turn, and leaves the frames of its error to the garbage collector.
+    Most tickets are done before theirs has to be kept at all. So it is a timer that keeps it: to cancel a task that
+    sleeps writes the task out first, and leaves the frames of its error to the garbage collector.
     The loop has to be ``anyio.run``'s: in a timer, that alone is where anyio looks for it.
     """
 

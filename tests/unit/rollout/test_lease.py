@@ -10,7 +10,7 @@ import pytest
 
 from areal_async.bus import Delivery
 from areal_async.process.bell import Bell
-from areal_async.rollout.lease import Kept
+from areal_async.rollout.lease import KeptLease
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
@@ -39,7 +39,7 @@ class Lease:
 async def test_it_is_kept_again_and_again_until_the_block_ends() -> None:
     lease = Lease()
     with anyio.fail_after(10):
-        async with Kept(lease.delivery, 0.01):
+        async with KeptLease(lease.delivery, 0.01):
             while lease.num_done < 3:
                 await lease.bell.wait()
     num_begun = lease.num_begun
@@ -50,7 +50,7 @@ async def test_it_is_kept_again_and_again_until_the_block_ends() -> None:
 async def test_a_broker_that_does_not_answer_is_told_once_and_holds_nobody() -> None:
     lease = Lease(takes_s=60.0)
     with anyio.fail_after(10):
-        async with Kept(lease.delivery, 0.01):
+        async with KeptLease(lease.delivery, 0.01):
             await anyio.sleep(0.1)
     assert (lease.num_begun, lease.num_done) == (1, 0)
 
@@ -58,7 +58,7 @@ async def test_a_broker_that_does_not_answer_is_told_once_and_holds_nobody() -> 
 async def test_a_timer_that_came_as_the_block_ended_tells_nobody() -> None:
     lease = Lease(takes_s=60.0)
     with anyio.fail_after(10):
-        async with Kept(lease.delivery, 0.01):
+        async with KeptLease(lease.delivery, 0.01):
             time.sleep(0.05)  # noqa: ASYNC251  # the timer is due, and its task begins in the turn in which the block ends
             await anyio.lowlevel.checkpoint()
     assert lease.num_begun == 0
@@ -70,7 +70,7 @@ async def test_what_fails_in_keeping_it_ends_the_block() -> None:
             raise OSError("gone")
 
     with anyio.fail_after(10), pytest.raises(ExceptionGroup) as failed:
-        async with Kept(Broken().delivery, 0.01):
+        async with KeptLease(Broken().delivery, 0.01):
             await anyio.sleep_forever()
     assert [str(one) for one in failed.value.exceptions] == ["gone"]
 
@@ -80,7 +80,7 @@ async def test_it_is_not_kept_after_an_error_of_the_block(takes_s: float) -> Non
     lease = Lease(takes_s=takes_s)
 
     async def work() -> None:
-        async with Kept(lease.delivery, 0.01):
+        async with KeptLease(lease.delivery, 0.01):
             await lease.bell.wait()
             raise ValueError
 
@@ -95,7 +95,7 @@ async def test_a_ticket_that_is_done_soon_leaves_nothing_to_the_garbage_collecto
     lease = Lease()
 
     async def work() -> None:
-        async with Kept(lease.delivery, 60.0):
+        async with KeptLease(lease.delivery, 60.0):
             await anyio.lowlevel.checkpoint()
 
     await work()
